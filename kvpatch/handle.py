@@ -84,11 +84,11 @@ class Patch:
         """
         if room is not None:
             check_count("room", room, "tokens")
-            refuse("room=", self._state.combine())
+            refuse("room=", self._state.list_features())
         if self._state.lossless:
             return lossless.require_lossless_cache(past, self._state)
         cache = self._state.new_cache()
-        cache.request.room = room
+        cache.plans.static_room = room
         if past is not None:
             ownership.check_layers(past, self._state)
             from_dynamic.absorb(cache, past)

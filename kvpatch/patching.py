@@ -153,7 +153,7 @@ class patched:
             record=record,
         )  # fmt: skip
         if options.offload is not None:
-            refuse("lossless", patch_settings.combine())
+            refuse("lossless", patch_settings.list_features())
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()
         self._unused, self._patch = True, Patch(target, patch_settings, options)

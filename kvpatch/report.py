@@ -132,7 +132,7 @@ class Report:
             **_describe_settings(settings),
             backend=", ".join(dict.fromkeys(name for name, _ in snapshot.ran.values())) or "torch",
             backends=snapshot.ran,
-            seen=snapshot.seen,
+            seen=snapshot.columns_read,
             nbytes=sum(part.nbytes for part in parts),
             full_nbytes=sum(part.full_nbytes for part in parts),
             positions=[part.positions_BHT.clone() for part in parts],
@@ -353,8 +353,8 @@ def _describe_settings(settings: CacheSettings) -> dict[str, Any]:
     `Report.of_log` and `Report._from_snapshot` call it. states: numbers of layers that keep a state of fixed size. readers: of
     layers that use the keys of another layer, with its number.
     """
-    policy, stack = settings.policy, settings.stack or Stack((), ())
+    policy, stack = settings.policy, settings.layer_numbers or Stack((), ())
     values = {"policy": policy.name, "schedule": policy.schedule, "budget": settings.budget.per_layer, "bits": settings.bits}
-    values["size"] = settings.budget.sizes[0] if settings.budget.whole else ""  # as text, such as "2GiB" for all layers
+    values["size"] = settings.budget.sizes[0] if settings.budget.of_all_layers else ""  # as text, such as "2GiB" for all layers
     states = tuple(number for number, _ in stack.states)
     return {**values, "layers": settings.numbers, "states": states, "readers": stack.readers}

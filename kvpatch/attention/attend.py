@@ -77,8 +77,8 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D].
 
     `_attend_layer` calls it in each layer that writes keys. In a decode step the first layer also makes bound steps (objects
-    that save Python time) for later layers (bound_step.py). A `scratch` cache is dropped after this pass, as the user asked for
-    none. `unfinished`: an earlier pass was interrupted. `stack`: layers that score and evict together.
+    that save Python time) for later layers (bound_step.py). A cache `for_one_pass` is then dropped, as the user asked for none.
+    `unfinished`: an earlier pass was interrupted. `stack`: layers that score and evict together.
     """
     cache, layer, slots = call.cache, call.layer, call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one
@@ -87,7 +87,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if cache.settings.strict:
         anomaly.check_inputs(call, q, k, v)
     B, heads, Q, D = q.shape
-    if Q == 1 and not call.now.prompt:
+    if Q == 1 and not call.now.prompt_columns:
         q_BHGD = q.view(B, heads // call.group, call.group, D)
         stack = _find_stack(call, q_BHGD)
         out = decode.run_step(call, q_BHGD, k, v, 0, stack)
@@ -101,7 +101,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         anomaly.check_outcome(call, out.view(B, heads // call.group, call.group, Q, -1))
     slots.graph = None  # drop keys and values with their autograd graph, which only this pass needs
     passes.end_layer(cache, layer)  # after the last layer it ends the pass
-    if cache.settings.strict and layer == len(cache.layers) - 1 and not (cache.scratch or cache.unfinished):
+    if cache.settings.strict and layer == len(cache.layers) - 1 and not (cache.for_one_pass or cache.unfinished):
         anomaly.check_cache(cache)
     return out_BQE
 
@@ -112,7 +112,7 @@ def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor
     The first P columns, a prompt's, attend at once. Each later column is a decode step (tokens that assisted decoding
     verifies).
     """
-    P, Q = call.now.prompt, k.shape[2]
+    P, Q = call.now.prompt_columns, k.shape[2]
     repeat = call.now.repeat  # unless None, these columns repeat a part of the prompt, for scores by a second reading
     read: Callable[..., Tensor] = blockwise.read_in_blocks if call.now.blocks else prefill.read_prompt
     read = read if repeat is None else functools.partial(second_reading.reread_chunk, repeat)
@@ -128,16 +128,16 @@ def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter
 
     To save Python time, a decode step takes the layer's Call of the last step and sets it to this pass by `begin`. A prompt,
     and a step that torch.compile traces, get a new Call. `find_steps(cache).calls` keeps it for later steps unless the step is
-    traced, the cache is dropped after this pass (`scratch`), or the pass reads a part of the prompt again (`repeat`).
+    traced, the cache is `for_one_pass`, or the pass reads a part of the prompt again (`repeat`).
     """
-    now = cache.running  # the pass in progress
-    call = None if now.prompt or now.traced else find_steps(cache).calls.get(layer)
+    now = cache.current_pass
+    call = None if now.prompt_columns or now.traced else find_steps(cache).calls.get(layer)
     if call is not None and call.bound_adapter.attn is bound_adapter.attn and call.device == q.device:
         call.bound_adapter.autocast = bound_adapter.autocast
         call.begin(now)
         return call
     call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=q.device)
-    if not now.traced and not cache.scratch and now.repeat is None:
+    if not now.traced and not cache.for_one_pass and now.repeat is None:
         find_steps(cache).calls[layer] = call
     return call
 
@@ -148,14 +148,14 @@ def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     `_run_call` calls it in each layer of each decode step. A stack joins the layers' positions and scores in one tensor. It is
     built at the first layer, once no layer will need more slots (`settled`), and kept as `steps.stack`. It is dropped when
     batch rows are reordered (`stack_due` then asks for a new one), and here where each layer is looked at by itself:
-    `recording` for rollback, strict=True, `settings.record` for replays, or `settings.read`, layers whose keys later layers
-    use.
+    `records_undo` for rollback, strict=True, `records_lifetimes` for replays, or `settings.read`, layers whose keys later
+    layers use.
     """
     cache = call.cache
     if call.now.traced:  # torch.compile compiles the step
         return None
     steps = find_steps(cache)
-    if call.now.recording or cache.settings.strict or cache.settings.record or cache.settings.read:
+    if call.now.records_undo or cache.settings.strict or cache.settings.records_lifetimes or cache.settings.read:
         steps.stack = None
         return None
     # only between passes: within one, earlier layers have evicted already

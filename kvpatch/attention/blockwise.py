@@ -19,7 +19,7 @@ def read_in_blocks(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) 
 
     `_attend_columns` calls this in place of `read_prompt`, which runs here once per block and changes the layer. Blocks are
     counted in real tokens. So each row's tokens are first moved before its padding, in the order `packing_BQ`, and the output
-    is moved back. block.prompt: number of columns of a block.
+    is moved back.
     """
     now = call.now
     if now.packing_BQ is not None:
@@ -29,12 +29,13 @@ def read_in_blocks(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) 
         k_BHQD, v_BHQD = (kv.movedim(2, 1)[row_B1, order_BQ].movedim(1, 2) for kv in (k_BHQD, v_BHQD))
     outs, start = [], 0
     for block in now.blocks:
-        columns = slice(start, start + block.prompt)
+        columns = slice(start, start + block.prompt_columns)
         block_call = Call(call.cache, block, call.layer, call.bound_adapter, call.group, q_BHGQD.device)
         outs.append(prefill.read_prompt(block_call, q_BHGQD[:, :, :, columns], k_BHQD[:, :, columns], v_BHQD[:, :, columns]))
-        start += block.prompt
+        start += block.prompt_columns
     out = torch.cat(outs, 3)
     if now.packing_BQ is not None:
-        call.slots.floor = call.slots.used  # crop() may remove none of these columns: the last ones may be padding
+        # crop() may remove none of these columns: the last ones may be padding
+        call.slots.first_croppable = call.slots.columns_used
         out = out.movedim(3, 1)[row_B1, order_BQ.argsort(dim=1)].movedim(1, 3)
     return out

@@ -62,7 +62,7 @@ class Unbound(BoundStep):
     """Step of a layer that no fused step serves: it calls decode.run_step, without the checks of the first layer."""
 
     def __call__(self, cache: TextState, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.call.begin(cache.running)
+        self.call.begin(cache.current_pass)
         return decode.run_step(self.call, q.view(self.query), k, v, 0, self.stack).reshape(self.out)
 
 
@@ -77,11 +77,11 @@ class Fused(BoundStep):
         self.norms_NB = None if stack is None or stack.norms_LNB is None else stack.norms_LNB[call.layer]
 
     def count(self, v: Tensor) -> None:
-        """Begin the layer's decode step, for `__call__` of the subclasses: count the token in `slots.seen`.
+        """Begin the layer's decode step, for `__call__` of the subclasses: count the token in `slots.columns_read`.
 
         If the policy selects by the norms of values, write those of the token to `norms_NB`, the stack's tensor.
         """
-        self.slots.seen += 1
+        self.slots.columns_read += 1
         if self.norms_NB is not None:
             self.call.write_norms(v, self.norms_NB)
 
@@ -93,7 +93,7 @@ class FusedByTorch(Fused):
         """Store what the layer's decode steps have in common, and views of its buffers. `bind_steps` makes it."""
         super().__init__(call, stack)
         # observes: scores need the probabilities. slotted: a token goes into a free slot, else after the used columns
-        self.observes, self.slotted = stack is not None and call.observes, self.mode.slotted
+        self.observes, self.slotted = stack is not None and call.observes, self.mode.fills_free_slots
         B, H, G, D = self.query
         self.heads = B * H, G, D
         self.p_NGC = (  # this layer's part of the buffer of all layers' probabilities
@@ -134,20 +134,20 @@ class FusedByTorch(Fused):
     def _write_token(self, cache: TextState, k: Tensor, v: Tensor) -> int:
         """Write a token's key and value to free slots, or after the used columns; return the number of columns to attend to.
 
-        `FusedByTorch.__call__` begins with it. In the second case `slots.used` grows, and full buffers are replaced by larger.
+        `FusedByTorch.__call__` begins with it. In the second case `columns_used` grows; full buffers are replaced by larger.
         """
         slots = self.slots
         if self.slotted:  # each head has a free slot, and all columns are in use
             self.kv.write_at(slots.free_slots(), *self.kv.encode_pair(k, v))
             return self.C
-        start = slots.used
+        start = slots.columns_used
         if start == self.C:
             slots.reserve(start + 1)
             self._view_buffers()
-        slots.used = start + 1
+        slots.columns_used = start + 1
         self.kv.make_dense(*self.query[:2]).append(start, k, v)
         if self.stack is None:  # a stack writes the new entries of all layers
-            slots.positions.narrow(2, start, 1).copy_(cache.running.positions_on(slots.device)[:, None])
+            slots.positions.narrow(2, start, 1).copy_(cache.current_pass.positions_on(slots.device)[:, None])
         return start + 1
 
 
@@ -177,8 +177,8 @@ class FusedByKernels(Fused):
         if stack is not None:
             newest_B, tau = stack.newest_B, stack.tau
         else:
-            newest_B = cache.running.positions_on(slots.device)[:, 0]
-            self.mode.free_BH = cache.running.index_column(slots.used, slots.positions)  # the next column
+            newest_B = cache.current_pass.positions_on(slots.device)[:, 0]
+            self.mode.free_BH = cache.current_pass.index_column(slots.columns_used, slots.positions)  # the next column
             slots.open_column({})
         return self.step(q.view(self.query), k, v, slots, newest_B, self.geometry, self.rule, tau).view(self.out)
 
@@ -191,8 +191,8 @@ def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     all where a step needs more than that: a log for rollback, torch.compile, checks, autocast, gradients.
     """
     now, cache = first.now, first.cache
-    needs_full_step = now.recording or now.traced or cache.scratch or cache.settings.strict or cache.settings.renumbered
-    if needs_full_step or cache.settings.record or first.bound_adapter.autocast or torch.is_grad_enabled():
+    needs_full_step = now.records_undo or now.traced or cache.for_one_pass or cache.settings.strict or cache.settings.renumbered
+    if needs_full_step or cache.settings.records_lifetimes or first.bound_adapter.autocast or torch.is_grad_enabled():
         return
     steps = find_steps(cache)  # where the cache keeps Calls and bound steps from pass to pass
     between = [_bind_layer(steps, layer, q_BHGD, stack) for layer in range(1, len(cache.layers) - 1)]
@@ -223,7 +223,7 @@ def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
 
     An Unbound step calls `run_step`. slotted: tokens go into free slots of each head.
     """
-    slotted, kernels = call.slots.mode.slotted, stack.backend == "triton"
+    slotted, kernels = call.slots.mode.fills_free_slots, stack.backend == "triton"
     # a number stored with each token that depends on its key: each layer writes it. One of positions the stack writes for all.
     writes_state = call.policy.stores and not call.policy.entry_by_position
     if writes_state or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
@@ -254,5 +254,5 @@ def _is_plain_softmax(call: Call) -> bool:
     read from storage without a copy (`in_place`). `plain`: the model caps no logits and has no other variant of attention.
     """
     slots, geometry = call.slots, call.geometry
-    masked = slots.holes or geometry.slopes_HG is not None or geometry.sliding is not None
+    masked = slots.may_have_empty or geometry.slopes_HG is not None or geometry.sliding is not None
     return slots.dtype == accumulator(slots.dtype) and slots.kv.in_place and geometry.plain and not masked

@@ -33,15 +33,15 @@ class PromptEnd:
 
     Lists of numbers have one list for each row, with a number for each head of all processes.
 
-    past: tokens held before the prompt. nominal_B: tokens of each row that the policy protects. budget_B: tokens that a head
-    may hold beside the `fixed` ones. held: tokens of each head. fixed: those of them that are kept outside the budget. keep:
-    the most that each head may hold. context, keys: the eviction context and the eviction keys by score alone; only layers
-    that evict have them. like_BHGD: an empty tensor with the shape of a decode step's queries.
+    tokens_before: held before the prompt. protected_B: tokens of each row, by the policy. budget_B: tokens that a head may hold
+    beside the `fixed` ones. held: tokens of each head. fixed: those of them that are kept outside the budget. keep: the most
+    that each head may hold. context, keys: the eviction context and the eviction keys by score alone; only layers that evict
+    have them. like_BHGD: an empty tensor with the shape of a decode step's queries.
     """
 
     call: Call
-    past: int
-    nominal_B: list[int]
+    tokens_before: int
+    protected_B: list[int]
     like_BHGD: Tensor
     budget_B: list[int] = field(init=False)
     held: list[list[int]] = field(init=False)
@@ -69,23 +69,23 @@ class PromptEnd:
         """Set tokens per head: `held` now, `fixed` outside the budget, `keep` at most.
 
         `_compress_group` begins with it. It waits for the device if the host does not know how many tokens heads hold.
-        everyone: the processes that hold the layer's heads. budget_n_B: tokens of each row that a share `k` refers to.
+        everyone: the processes that hold the layer's heads. share_base_B: tokens of each row that a share `k` refers to.
         """
         self.budget_B = _list_budgets(self.call)
-        self.held, self.fixed = _count_held(self.call, self.past, everyone)
-        budget_BH = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.budget_n_B, self.fixed, strict=True)]
+        self.held, self.fixed = _count_held(self.call, self.tokens_before, everyone)
+        budget_BH = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.share_base_B, self.fixed, strict=True)]
         self.keep = [list(map(sum, zip(row, budgets, strict=True))) for row, budgets in zip(self.fixed, budget_BH, strict=True)]
 
     def least(self, share: Adaptive) -> list[list[int]]:
         """Return how many tokens each head keeps in any case, by row, before `_share_budget` divides the rest by scores."""
-        least_B = list(map(share.least, self.budget_B, self.nominal_B))
+        least_B = list(map(share.least, self.budget_B, self.protected_B))
         return [[n + least for n in row] for row, least in zip(self.fixed, least_B, strict=True)]
 
     @property
     def empty(self) -> Tensor | None:
         """Empty slots [B,H,T], or None if there are none."""
         slots = self.call.slots
-        return slots.positions[:, :, : slots.used] < 0 if slots.holes else None
+        return slots.positions[:, :, : slots.columns_used] < 0 if slots.may_have_empty else None
 
     @property
     def newest_B11(self) -> Tensor:
@@ -137,8 +137,8 @@ class PromptEnd:
 def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> None:
     """End a prompt in a layer that has attended to it: evict down to its budget, and move the kept tokens to new buffers.
 
-    `read_prompt` calls it once per layer. Layers that share one budget (`together`) wait in `now.waiting` until the last of
-    them has come here. If the prompt is to be read a second time (`reread_BN`), all layers wait, and `read_again` calls
+    `read_prompt` calls it once per layer. Layers that share one budget (`together`) wait in `waiting_layers` until the last of
+    them has come here. If the prompt is to be read a second time (`reread_ids_BN`), all layers wait, and `read_again` calls
     `finish`. nominal_B: tokens of each row that the policy protects. The host waits for the device only if heads share a budget
     by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
@@ -146,9 +146,9 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
     now, end = call.now, PromptEnd(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
     sharing = [layer for layer in call.settings.together if layer < len(call.cache.layers)]
     together = call.layer in sharing
-    if now.reread_BN is not None or together:
-        now.waiting.append(end)
-    if now.reread_BN is not None or (together and call.layer != sharing[-1]):
+    if now.reread_ids_BN is not None or together:
+        now.waiting_layers.append(end)
+    if now.reread_ids_BN is not None or (together and call.layer != sharing[-1]):
         return
     if together:
         finish(call.cache, now)
@@ -157,15 +157,15 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
 
 
 def finish(cache: TextState, now: Forward) -> None:
-    """Evict in all layers that wait in `now.waiting`: those that share one budget together, the others one by one.
+    """Evict in all `waiting_layers` of the pass: those that share one budget together, the others one by one.
 
     `end_prompt` calls it when the last layer of a shared budget has attended to the prompt, `read_again` when the prompt was
-    read a second time. Empties `now.waiting`.
+    read a second time. Empties `waiting_layers`.
     """
-    together = [end for end in now.waiting if end.call.layer in cache.settings.together]
-    for group in (*([end] for end in now.waiting if end not in together), *([together] if together else [])):
+    together = [end for end in now.waiting_layers if end.call.layer in cache.settings.together]
+    for group in (*([end] for end in now.waiting_layers if end not in together), *([together] if together else [])):
         finish_group(group)
-    now.waiting.clear()
+    now.waiting_layers.clear()
 
 
 def finish_group(group: list[PromptEnd]) -> None:
@@ -193,7 +193,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
     head holds now (`held`), keeps (`count`), and may hold while decoding (`keep`). Each head has a budget, or heads share one
     (`share`), or keep what their scores require (`weighs`). over_B: rows that must evict. keeps_all: none does (later turns, if
     only the first is evicted). scored: sort keys are needed. order: the sort keys, or positions if tokens only move past empty
-    slots (`holes`).
+    slots.
     """
     call = group[-1].call
     now, share = call.now, group[-1].share
@@ -224,8 +224,8 @@ def _compress_group(group: list[PromptEnd]) -> None:
         heads = slice(first_head, first_head := first_head + len(end.held[0]))
         counts, keeps = ([row[heads] for row in rows] for rows in (count, keep))
         slots, order = end.call.slots, end.key_for_eviction(counts, everyone) if scored else None
-        if order is None and (now.keeps_all or slots.holes):
-            order = slots.positions[:, :, : slots.used]
+        if order is None and (now.keeps_all or slots.may_have_empty):
+            order = slots.positions[:, :, : slots.columns_used]
         uneven = everyone.size > 1 and not (_are_equal(counts) and _are_equal(keeps))
         with _count_move(end.call):
             _compress_layer(end.call, order, everyone.select_numbers(counts), everyone.select_numbers(keeps), uneven, scored)
@@ -271,17 +271,16 @@ def _keep_all(call: Call) -> None:
     """End a prompt of a layer that never evicts: round its keys and values (`bits=`), and move them to buffers with spare room.
 
     `finish_group` calls it. Then the layer's mode is set: tokens of decode steps are appended. If torch.compile compiles these
-    steps (`room`), buffers keep their size: tokens go into the empty slots (`holes`) at the end of each head's buffer, from
-    slot `used` on.
+    steps (`static_room`), buffers keep their size: tokens go into the empty slots at the end of each head's buffer.
     """
     slots = call.slots
     if not call.now.final:  # another block of the prompt follows
         slots.round()
         return
-    slots.allocate(None, None, Layout([slots.used + _count_spare(call, slots.used)]))
-    if call.cache.request.room is not None:  # compiled steps
-        slots.holes = True
-        slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.used))
+    slots.allocate(None, None, Layout([slots.columns_used + _count_spare(call, slots.columns_used)]))
+    if call.cache.plans.static_room is not None:  # compiled steps
+        slots.may_have_empty = True
+        slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.columns_used))
     else:
         slots.start_appending()
 
@@ -296,11 +295,11 @@ def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[in
     """
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
-    positions, keeps_prompt = slots.positions[:, :, : slots.used], call.policy.schedule == "decode"
-    fixed_B, fixed_end_B = (now.n_B, None) if keeps_prompt else ([0] * B, now.fixed_B)
-    held_B = None if slots.holes else [slots.used] * B
+    positions, keeps_prompt = slots.positions[:, :, : slots.columns_used], call.policy.schedule == "decode"
+    fixed_B, fixed_end_B = (now.n_B, None) if keeps_prompt else ([0] * B, now.kept_below_B)
+    held_B = None if slots.may_have_empty else [slots.columns_used] * B
     if not past:
-        held_B = [now.prompt] * B if now.padding is None else now.padding.real_B
+        held_B = [now.prompt_columns] * B if now.padding is None else now.padding.real_B
     if held_B is not None and fixed_end_B is None:  # all heads of a row hold equally many: the host knows the numbers
         all_heads = H * everyone.size
         return [[n] * all_heads for n in held_B], [[n] * all_heads for n in fixed_B]
@@ -350,7 +349,7 @@ def _compress_layer(
     moves = evicts and call.rule.moves
     unequal = evicts and (uneven or moves or min(room) != max(room))  # some heads evict while others are below budget
     if order is None and unequal:
-        order = slots.positions[:, :, : slots.used]
+        order = slots.positions[:, :, : slots.columns_used]
     # choose the tokens to keep: their slots `index` [B,H,K], and `kept`, False where a head has fewer than K
     index, kept = (None, None) if order is None else select_top(order, _fill_counts(call, count), counts)
     if scored and index is not None:
@@ -358,7 +357,7 @@ def _compress_layer(
     if kept is None and unequal and index is not None:
         kept = torch.ones_like(index, dtype=torch.bool)
     values = _find_values(call, index, kept)
-    slots.holes, longest = kept is not None, max(counts)
+    slots.may_have_empty, longest = kept is not None, max(counts)
     evicting = evicts or not now.final
     # a need (what the policy gathers in the layer) drops its notes if nothing will read them
     for need in call.needs:
@@ -370,7 +369,7 @@ def _compress_layer(
     # move the kept tokens to new buffers, and set the mode in which decode steps go on
     every = call.policy.every
     goals = [k + every for k in keeps] if evicts else None  # slots of each head at which it evicts
-    exactly = call.cache.request.room is not None or every > 1  # all spare slots at once
+    exactly = call.cache.plans.static_room is not None or every > 1  # all spare slots at once
     layout = plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.waiting_slots), exactly)
     _move_kept(call, index, kept, values, layout)
     if moves:
@@ -388,11 +387,11 @@ def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: l
     that each head has. goals: number of tokens at which it evicts. filling: decode steps until all heads evict. `kv.appends`:
     the storage can append a column to all heads at once. `first_BH`: each head's slot for the next token.
     """
-    slots, compiled = call.slots, call.cache.request.room is not None
-    if filling and not (slots.holes or compiled):
+    slots, compiled = call.slots, call.cache.plans.static_room is not None
+    if filling and not (slots.may_have_empty or compiled):
         slots.start_filling(filling)
         return
-    slots.holes |= filling > 0
+    slots.may_have_empty |= filling > 0
     first_BH = None
     if kept is None and slots.kv.appends:  # all heads have as many tokens, in their first slots
         first_BH = slots.positions.new_full(slots.positions.shape[:2], max(counts))
@@ -403,13 +402,13 @@ def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:
     """Set the mode of a layer that keeps all later tokens: they go into empty slots of each head, or after the used columns.
 
     `_compress_layer` calls it for policies that evict at prompts alone. counts: tokens of each head. `kv.appends`: the storage
-    can append a column to all heads at once. `room`: torch.compile compiles the steps, and buffers keep their size.
+    can append a column to all heads at once. `static_room`: torch.compile compiles the steps, and buffers keep their size.
     """
     slots, held = call.slots, max(counts)
     if kept is not None and not slots.kv.appends:
         slots.start_growing(kept.sum(-1), counts)
-    elif call.cache.request.room is not None:
-        slots.holes = True
+    elif call.cache.plans.static_room is not None:
+        slots.may_have_empty = True
         slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], held), [held] * len(counts))
     else:
         slots.start_appending()
@@ -449,9 +448,9 @@ def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Te
 def _count_spare(call: Call, tokens: int) -> int:
     """Return how many free slots a head of so many tokens gets for coming ones, for `_keep_all` and `_compress_layer`.
 
-    `room` if torch.compile compiles the steps (slots for all of them); else a few, or `new_tokens` if fewer are generated.
+    `static_room` if torch.compile compiles the steps (it is for all of them); else a few, or `new_tokens` if these are fewer.
     """
-    room, coming = call.cache.request.room, call.cache.request.new_tokens
+    room, coming = call.cache.plans.static_room, call.cache.plans.new_tokens
     if room is not None:
         return room
     return slack(tokens) if coming is None else min(slack(tokens), coming)
@@ -468,14 +467,15 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
     name = "sum" if "sum" in slots.state else "observed"
     if name not in slots.state:
         return
-    received = slots.state[name][:, :, : slots.used]
+    received = slots.state[name][:, :, : slots.columns_used]
     mass = received.gather(-1, index)
     mass = (mass if kept is None else mass.masked_fill(~kept, 0.0)).sum(-1)
     if name == "sum":  # each query's probabilities add up to one; tokens that earlier blocks evicted are missing in the sum
         slots.mass_BH = mass / call.now.copy([n * call.group for n in call.now.n_B], mass.device)[:, None]
     else:
-        total = received.masked_fill(slots.positions[:, :, : slots.used] < 0, 0.0).sum(-1) if slots.holes else received.sum(-1)
-        slots.mass_BH = mass / total.clamp_min(torch.finfo(received.dtype).tiny)
+        if slots.may_have_empty:
+            received = received.masked_fill(slots.positions[:, :, : slots.columns_used] < 0, 0.0)
+        slots.mass_BH = mass / received.sum(-1).clamp_min(torch.finfo(received.dtype).tiny)
 
 
 def set_limits(call: Call) -> list[int]:
@@ -490,15 +490,16 @@ def set_limits(call: Call) -> list[int]:
     B, device = len(now.n_B), slots.positions.device
     protected: list[list[int]] = [[] for _ in range(B)]  # positions that `protect=` marks
     if "protect" in slots.state:
-        marked = slots.positions[:, 0, : slots.used].masked_fill(~slots.state["protect"][:, 0, : slots.used], -1)
+        used = slice(slots.columns_used)
+        marked = slots.positions[:, 0, used].masked_fill(~slots.state["protect"][:, 0, used], -1)
         protected = [sorted(p for p in row if p >= 0) for row in marked.tolist()]
-    fixed_B = now.n_B if call.policy.schedule == "decode" else now.fixed_B or [0] * B
+    fixed_B = now.n_B if call.policy.schedule == "decode" else now.kept_below_B or [0] * B
     sizes = tuple(
         call.policy.scope.limits(b, n, marks, call.score, fixed, rows)
         for b, n, marks, fixed, rows in zip(_list_budgets(call), now.n_B, protected, fixed_B, now.rows_B, strict=True)
     )
     if call.rule.weighs:
-        sizes = tuple((*size[:-1], call.rule.least(n)) for size, n in zip(sizes, now.budget_n_B, strict=True))
+        sizes = tuple((*size[:-1], call.rule.least(n)) for size, n in zip(sizes, now.share_base_B, strict=True))
     if "span" in slots.state:
         sizes = tuple(
             (*size[:-1], min(b, size[-1] + more))
@@ -515,9 +516,9 @@ def _set_quotas(call: Call) -> list[int]:
     `set_limits` calls it. Returns for each row the number of tokens that all its spans keep. sizes_B: by row, the budget and
     the prompt's length.
     """
-    slots, sizes_B = call.slots, (_list_budgets(call), call.now.budget_n_B)
-    span, held = slots.state["span"][:, :, : slots.used], slots.positions[:, :, : slots.used] >= 0
-    slots.statistic("quota", slots.state["span"])[:, :, : slots.used] = find_quotas(span, *sizes_B)
+    slots, sizes_B = call.slots, (_list_budgets(call), call.now.share_base_B)
+    span, held = slots.state["span"][:, :, : slots.columns_used], slots.positions[:, :, : slots.columns_used] >= 0
+    slots.statistic("quota", slots.state["span"])[:, :, : slots.columns_used] = find_quotas(span, *sizes_B)
     return count_quotas(span, held, *sizes_B)
 
 
@@ -525,7 +526,7 @@ def _warn_of_cut_sizes(call: Call) -> None:
     """Warn once of protected sizes (such as sinks=) that are cut to fit the smallest budget of a row, for `set_limits`."""
     settings, evicts_once = call.settings, call.policy.schedule == "prompt"
     # rows that evict: those whose n tokens exceed the budget b. Others do so later, unless the policy evicts at prompts alone.
-    rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.budget_n_B, strict=True) if n > b or not evicts_once]
+    rows = [(b, n) for b, n in zip(_list_budgets(call), call.now.share_base_B, strict=True) if n > b or not evicts_once]
     if not rows:
         return
     budget, n = min(rows)
@@ -547,8 +548,8 @@ def _warn_of_scores(call: Call, value_BHT: Tensor) -> None:
     if "nan" in notices.said:
         return
     broken = value_BHT.isnan()
-    if call.slots.holes:
-        broken &= call.slots.positions[:, :, : call.slots.used] >= 0
+    if call.slots.may_have_empty:
+        broken &= call.slots.positions[:, :, : call.slots.columns_used] >= 0
     notices.say_if(
         broken.any(),
         "nan",
@@ -559,7 +560,7 @@ def _warn_of_scores(call: Call, value_BHT: Tensor) -> None:
 
 def _list_budgets(call: Call) -> list[int]:
     """Return the tokens of a head that each row may hold beside those kept outside the budget, from the prompts' lengths."""
-    return [call.settings.tokens(call.layer, n) for n in call.now.budget_n_B]
+    return [call.settings.tokens(call.layer, n) for n in call.now.share_base_B]
 
 
 def find_newest(call: Call) -> Tensor:

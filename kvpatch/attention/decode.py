@@ -53,7 +53,7 @@ def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int,
         evicted_by_kernels = False
     if call.shares_keys:
         overwrites, moves = call.positions_BQ.shape[1] > 1, call.evicting and call.policy.every > 1
-        call.share_keys(call.keys(call.slots.used), copied=overwrites or moves)  # before this layer evicts
+        call.share_keys(call.keys(call.slots.columns_used), copied=overwrites or moves)  # before this layer evicts
     # end: score and evict
     if stack is None:
         new = q_BHGD, k_BH1D, v_BH1D
@@ -64,7 +64,7 @@ def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int,
             stack.call,
             _NOTHING,
             stack.p_BHGT,
-            stack.slots.positions[:, :, : stack.slots.used],
+            stack.slots.positions[:, :, : stack.slots.columns_used],
             stack.newest_B11,
             t,
             evicted_by_kernels,
@@ -84,7 +84,7 @@ def _run_torch(
     Returns the output, the probabilities if the policy needs them (else None), and the keys' positions. Writes nothing but the
     probabilities to the stack's `buffer`. ragged_step: attention over heads of unequal lengths; None if it is refused.
     """
-    keys, out, p_BHGT = call.keys(call.slots.used), None, None
+    keys, out, p_BHGT = call.keys(call.slots.columns_used), None, None
     if call.settings.renumbered:
         q_BHG1D, keys = call.renumber(q_BHGD[:, :, :, None], keys, positions_B1)
         q_BHGD = q_BHG1D[:, :, :, 0]
@@ -100,15 +100,15 @@ def _run_torch(
 def _begin_step(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
     """Begin a decode step of a layer in no stack: make room for the token and count it; `run_step` then writes the token.
 
-    Returns the state (numbers that the policy stores) to be written with its key. recording: steps are logged, for rollback.
-    traced: torch.compile compiles the step, whose room and counts were seen to before. `cache.shared`: a sum of all layers.
+    Returns the state (numbers that the policy stores) to be written with its key. `records_undo`: for rollback. traced:
+    torch.compile compiles the step, whose room and counts were seen to before. `shared_score`: a sum of all layers.
     """
     slots = call.slots
     if not call.now.traced:
         slots.make_room()  # larger buffers if a head has no free slot
-        if call.now.recording:
-            slots.log_undo(call.cache.shared)
-        slots.seen += 1
+        if call.now.records_undo:
+            slots.log_undo(call.cache.shared_score)
+        slots.columns_read += 1
     return call.step_entry(k_BH1D, v_BH1D, positions_B1)
 
 
@@ -136,7 +136,7 @@ def _end_step(
             if not observes and need.rows != "none":
                 continue  # this step's probabilities were not computed
             if log and (note := call.notes.get(need.name)) is not None:
-                log[-1].notes[need.name] = note.overwritten_by(step.positions_B1)
+                log[-1].need_notes[need.name] = note.overwritten_by(step.positions_B1)
             run(step)
     if evicted_by_kernels:
         call.slots.follow_kernels()  # counts the token
@@ -149,29 +149,29 @@ def _end_step(
 
 
 def choose_backend(call: Call, q_BHGD: Tensor) -> str:
-    """Return the name of the backend that is to run a layer's decode step, and record it with the reason in `cache.choice`.
+    """Return the name of the backend that is to run a layer's decode step, and note it with the reason in `backend_choice`.
 
     `run_step` calls it in each layer without a stack, `_find_stack` and `_bind_alone` before a step.
     """
     if call.no_kernels is not None:  # the reason why no kernel can serve the policy
-        call.cache.choice.record(_name_task(call), "torch", call.no_kernels)
+        call.cache.backend_choice.record(_name_task(call), "torch", call.no_kernels)
         return "torch"
-    if call.cache.counters.shortfall_B is not None and call.observes:  # rows of joined caches differ in steps taken
-        call.cache.choice.record(_name_task(call), "torch", "rows have temperatures of their own")
+    if call.cache.counters.steps_behind_B is not None and call.observes:  # rows of joined caches differ in steps taken
+        call.cache.backend_choice.record(_name_task(call), "torch", "rows have temperatures of their own")
         return "torch"
-    return call.cache.choice.of(*_describe_case(call, q_BHGD))
+    return call.cache.backend_choice.of(*_describe_case(call, q_BHGD))
 
 
 def choose_step_backends(call: Call, q_BHGD: Tensor) -> None:
     """Choose the backends of the coming decode steps, since a step that torch.compile traces cannot choose.
 
-    `finish_group` calls it for each layer as a prompt ends. It does so only if tokens go into free slots (`slotted`). The cases
-    that may come: with gradients or without them, and with empty slots to mask (`padding`) or without.
+    `finish_group` calls it for each layer as a prompt ends. It does so only if tokens go into free slots. The cases that may
+    come: with gradients or without them, and with empty slots to mask (`padding`) or without.
     """
-    if call.slots.mode.slotted:
+    if call.slots.mode.fills_free_slots:
         task, case = _describe_case(call, q_BHGD)
         for padding, gradients in product((case.padding, True), (case.gradients, False)):
-            call.cache.choice.foresee(task, replace(case, padding=padding, gradients=gradients))
+            call.cache.backend_choice.foresee(task, replace(case, padding=padding, gradients=gradients))
 
 
 def _name_task(call: Call) -> Task:
@@ -180,7 +180,7 @@ def _name_task(call: Call) -> Task:
 
 def _describe_case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
     task = _name_task(call)
-    return task, call.case(task, q_BHGD, call.keys(call.slots.used, contents=False), call.observes)
+    return task, call.case(task, q_BHGD, call.keys(call.slots.columns_used, contents=False), call.observes)
 
 
 def _run_kernels(
@@ -201,17 +201,17 @@ def _run_kernels(
     and torch evicts. attempt: runs `step`, and puts the tensors `restored` back if its launch fails.
     """
     slots, observes = call.slots, call.observes
-    appends = not slots.mode.slotted
+    appends = not slots.mode.fills_free_slots
     with torch.no_grad():
         evicting = call.evicting and not (appends or call.rule.moves or call.shares_keys)
         if appends:
-            slots.mode.free_BH = call.now.index_column(slots.used, slots.positions)
+            slots.mode.free_BH = call.now.index_column(slots.columns_used, slots.positions)
             slots.open_column(entry)  # writes the state, counts the column as used
         else:
             slots.write_entry(entry)
-            if call.now.recording:
+            if call.now.records_undo:
                 slots.mode.free_BH = slots.mode.free_BH.clone()  # the undo log copies what the kernel is going to change
-        tau = call.cache.temperature(t - call.now.prompt + 1) if observes else 1.0  # of Keyformer's softmax with noise
+        tau = call.cache.temperature(t - call.now.prompt_columns + 1) if observes else 1.0  # of Keyformer's softmax with noise
         rule = backend("triton").rule(call.policy, slots, observes, evicting)  # of scoring and eviction inside the kernel
         step = functools.partial(
             backend("triton").step, q_BHGD, k_BH1D, v_BH1D, slots, positions_B1[:, 0], call.geometry, rule, tau
@@ -220,14 +220,14 @@ def _run_kernels(
             out = step()
         else:
             restored = (slots.positions, slots.mode.free_BH, *slots.state.values())  # if the launch fails
-            out = call.cache.choice.attempt(*_describe_case(call, q_BHGD), step, restored)  # None if the launch fails
+            out = call.cache.backend_choice.attempt(*_describe_case(call, q_BHGD), step, restored)  # None if the launch fails
     call.launched = out is not None
     if out is None:
-        slots.used -= appends  # give the opened column back
+        slots.columns_used -= appends  # give the opened column back
         return None
     moving = "heads evict as many tokens as their budget says" if call.rule.moves else None
     if call.evicting and not rule.evicts and (why := moving or backend("triton").torch_evicts(call.policy, slots)) is not None:
-        call.cache.choice.record(_name_task(call), "triton", f"torch names who goes: {why}")
+        call.cache.backend_choice.record(_name_task(call), "triton", f"torch names who goes: {why}")
     return out, rule.evicts
 
 
@@ -241,7 +241,7 @@ def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B1
     if "count" in policy.needs.statistics:  # a score divides by the number of keys that the new token attends to
         n_keys = keep_in_window(positions_BHT >= 0, call.geometry.sliding, positions_BHT, newest_B11).sum(-1).reshape(-1, 1)
     rows = ProbabilityRows(0, B * H, 0, 1, 0, T, p_BHGT.flatten(0, 1).unsqueeze(2), n_keys)  # all heads, one row, all keys
-    tau = call.cache.temperature(t - call.now.prompt + 1)
+    tau = call.cache.temperature(t - call.now.prompt_columns + 1)
     sums = call.sums(rows, newest_B11[:, 0], tau)
     call.add({name: total.view(B, H, T) for name, total in sums.items()})
 
@@ -249,10 +249,10 @@ def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B1
 def _evicts_nothing(call: Call) -> bool:
     """Tell if it is certain that no head evicts at this step, for `_evict_over_budget`.
 
-    `mode.due`: some head may. With empty slots (`holes`) a traced step, and heads on other processes, leave it open.
+    `mode.due`: some head may. With empty slots a traced step, and heads on other processes, leave it open.
     """
     slots = call.slots
-    return not (slots.mode.due or (slots.holes and (slots.traced or call.parallel)))
+    return not (slots.mode.due or (slots.may_have_empty and (slots.traced or call.parallel)))
 
 
 def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
@@ -260,12 +260,11 @@ def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
 
     `_end_step` calls it once a layer, or once a stack, unless kernels have evicted. Changes the layer's positions and mode in
     place; `mode.count` counts the new token in the mode. t: column of the pass. `rule.moves`: a budget that follows the text,
-    under which a head evicts none, one or several tokens. `every`: heads wait to evict so many at once. `holes`: slots may be
-    empty.
+    under which a head evicts none, one or several tokens. `every`: heads wait to evict so many at once.
     """
     slots, every = call.slots, call.policy.every
     if _evicts_nothing(call):
-        if slots.holes:
+        if slots.may_have_empty:
             slots.set_free(slots.empty_slots())
         slots.mode.count(1)
         return
@@ -273,7 +272,7 @@ def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
     if call.settings.strict:
         context.watch = functools.partial(anomaly.check_value, call)
     positions = context.positions_BHT
-    empty = positions < 0 if slots.holes else None
+    empty = positions < 0 if slots.may_have_empty else None
     if call.rule.moves:  # each head keeps `count` tokens
         keys = call.policy.eviction_keys(context, empty)
         count, slots.lost_BH1 = call.rule.kept(call.score, context, keys)
@@ -282,7 +281,7 @@ def _evict_over_budget(call: Call, newest_B11: Tensor, t: int) -> None:
         slots.mode.count(1)
         return
     victims_BHE = find_victims(call.policy.eviction_keys(context, None), empty, every)  # slots
-    if not slots.holes:
+    if not slots.may_have_empty:
         if every > 1:
             slots.drop(victims_BHE)  # last tokens move into the columns of the dropped
         else:

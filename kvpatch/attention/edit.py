@@ -21,22 +21,22 @@ class Hidden:
     """Tokens of a layer after an edit, which its queries do not see, and their state. Their columns are empty until `show`."""
 
     def __init__(self, slots: SlotLayer, edit: Edit) -> None:
-        """Hide tokens from an edit's queries: those that follow it in the text. `read_prompt` does so before it attends.
+        """Hide the tokens that follow an edit in the text from the edit's queries, for `read_prompt` before it attends.
 
         An edit reads new tokens into the middle of a text. Positions and state are copied, and the hidden tokens' slots are
-        marked as empty (position -1, `holes`) in the layer, until `show`.
+        marked as empty (position -1) in the layer, until `show`.
         """
-        self.slots, self.holes = slots, slots.holes
+        self.slots, self.may_have_empty = slots, slots.may_have_empty
         self.positions = slots.positions.clone()
         self.hidden = self.positions >= edit.stop
         self.state = {name: tensor.clone() for name, tensor in slots.state.items()}
         slots.positions.masked_fill_(self.hidden, -1)
-        slots.holes, slots.contiguous = True, False
+        slots.may_have_empty, slots.in_text_order = True, False
 
     def show(self) -> None:
         """Put the hidden tokens' positions and state back into the layer; `read_prompt` calls it after the edit's attention.
 
-        `floor`: columns that crop() cannot remove, here all. State that came up meanwhile is 0 for the hidden tokens.
+        crop() can then remove none of the columns. State that came up meanwhile is 0 for the hidden tokens.
         """
         slots, hidden = self.slots, self.hidden
         slots.positions = self.positions
@@ -44,7 +44,7 @@ class Hidden:
             old = self.state.get(name)
             mask = hidden.view(*hidden.shape, *[1] * (tensor.ndim - 3))
             slots.state[name] = tensor.masked_fill(mask, 0) if old is None else torch.where(mask, old, tensor)
-        slots.holes, slots.floor = self.holes, slots.used
+        slots.may_have_empty, slots.first_croppable = self.may_have_empty, slots.columns_used
 
 
 class EditEnd(PromptEnd):
@@ -71,7 +71,7 @@ class EditEnd(PromptEnd):
     def count(self, everyone: Parallel) -> None:
         """Set `held` (tokens of each head), `fixed` (zeros: all count) and `keep` (its old budget), for `_compress_group`."""
         slots = self.call.slots
-        self.held = (slots.positions[:, :, : slots.used] >= 0).sum(-1).tolist()
+        self.held = (slots.positions[:, :, : slots.columns_used] >= 0).sum(-1).tolist()
         self.fixed = [[0] * len(row) for row in self.held]
         self.keep = slots.own_budget_BH1[..., 0].tolist()
 

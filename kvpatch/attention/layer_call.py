@@ -71,9 +71,10 @@ class Call(LayerRead):
         A layer with a sliding window of the model's (`bounds`) evicts by that alone: it ignores options such as `protect=`.
         rows_BQ: positions of the queries; they differ from positions_BQ where padding attends, as in the unpatched model.
         """
-        has_options = now.keeps_all or any(option is not None for option in (now.fixed_B, now.protect_BQ, now.span_BQ))
+        options = now.kept_below_B, now.protect_BQ, now.quota_span_BQ
+        has_options = now.keeps_all or any(option is not None for option in options)
         if has_options and self.settings.bounds[self.layer] is not None:
-            now = replace(now, keeps_all=False, fixed_B=None, protect_BQ=None, span_BQ=None)
+            now = replace(now, keeps_all=False, kept_below_B=None, protect_BQ=None, quota_span_BQ=None)
         self.now = now
         self.positions_BQ = now.positions_on(self.device)
         self.rows_BQ = self.positions_BQ if now.rows_BQ is None else now.rows_BQ.to(self.device)
@@ -95,7 +96,7 @@ class Call(LayerRead):
     def evicting(self) -> bool:
         """True if decode steps evict now: not while all heads are below budget, unless other processes hold heads too."""
         slots = self.slots
-        return self.evicts and slots.mode.evicts and not (slots.mode.unfilled and not self.parallel)
+        return self.evicts and slots.mode.evicts and not (slots.mode.all_heads_short and not self.parallel)
 
     @property
     def observes(self) -> bool:
@@ -110,13 +111,13 @@ class Call(LayerRead):
     def entry(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> dict[str, Tensor]:
         """Return by name the state to be written with a prompt's tokens, for score, selection, `protect=` and `quota=`.
 
-        `_write_columns` and `_borrow` call it. In a layer that never evicts: none. span_BQ: each token's part of the text.
+        `_write_columns` and `_borrow` call it. In a layer that never evicts: none. quota_span_BQ: parts of the text, by token.
         """
         if not self.evicts:
             return {}
         entry = self.slots.make_blanks(k_BHQD.shape[2])  # zeros, where the slot may hold an evicted token's marks
         entry |= {**self.score_entry(k_BHQD, v_BHQD, positions_BQ), **self.selection_entry(v_BHQD)}
-        for name, given_BQ in (("protect", self.now.protect_BQ), ("span", self.now.span_BQ)):
+        for name, given_BQ in (("protect", self.now.protect_BQ), ("span", self.now.quota_span_BQ)):
             if given_BQ is not None:
                 marks = given_BQ[:, None, : positions_BQ.shape[1]].to(k_BHQD.device)
                 entry[name] = marks.expand(k_BHQD.shape[:3]).contiguous()
@@ -206,16 +207,17 @@ class Call(LayerRead):
     def entry_ahead(self, like_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
         """Return the state of a decoded token that follows from its position alone, for `step_entry` and stacked layers.
 
-        It is computed for AHEAD steps at once, to save time. `slots.ahead` keeps `seen` (tokens read) at the first of them, and
+        It is computed for AHEAD steps at once, to save time. `precomputed_state` keeps `columns_read` at the first of them, and
         their state; `_write_columns` drops it at the next prompt.
         """
         slots = self.slots
-        if slots.ahead is None or not 0 <= slots.seen - slots.ahead[0] < AHEAD:
+        if slots.precomputed_state is None or not 0 <= slots.columns_read - slots.precomputed_state[0] < AHEAD:
             coming = positions_B1 + torch.arange(AHEAD, device=positions_B1.device)
             like_BHND = like_BH1D.expand(-1, -1, AHEAD, -1)
-            slots.ahead = (slots.seen, self.policy.entry(self._describe_tokens(like_BHND, like_BHND, coming)))
-        offset = slots.seen - slots.ahead[0]
-        return {name: tensor[:, :, offset : offset + 1] for name, tensor in slots.ahead[1].items()}
+            state = self.policy.entry(self._describe_tokens(like_BHND, like_BHND, coming))
+            slots.precomputed_state = slots.columns_read, state
+        offset = slots.columns_read - slots.precomputed_state[0]
+        return {name: tensor[:, :, offset : offset + 1] for name, tensor in slots.precomputed_state[1].items()}
 
     def keys(self, past: int, contents: bool = True) -> Keys:
         """Return the keys and values of the used slots, in the form that backends attend to, for `read_prompt` and `run_step`.
@@ -225,10 +227,11 @@ class Call(LayerRead):
         place is then not copied. grown: slots that each head has taken since its buffers were made; None if heads differ, or in
         a traced step.
         """
-        slots = self.slots
-        keys, values, positions = slots.view() if contents or slots.kv.in_place else slots.outline_view()
+        slots, kv = self.slots, self.slots.kv
+        keys, values, positions = slots.view() if contents or kv.in_place else slots.outline_view()
         grown = None if self.now.traced else slots.mode.count_new_slots()  # a traced step knows it from the positions only
-        return Keys(keys, values, positions, slots.holes, past, slots.contiguous, slots.kv.head_offsets, grown, slots.kv.codecs)
+        may_have_empty, ordered = slots.may_have_empty, slots.in_text_order
+        return Keys(keys, values, positions, may_have_empty, past, ordered, kv.head_offsets, grown, kv.codecs)
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
         """Describe an attention task of this layer; `attend_to` and `choose_backend` choose a backend by the Case.
@@ -239,7 +242,7 @@ class Call(LayerRead):
         """
         T = keys.positions_BHT.shape[-1]
         sliding, special = self.geometry.sliding, self.geometry.special
-        if sliding is not None and sliding >= T and not keys.past and task in ("prompt", "statistics"):
+        if sliding is not None and sliding >= T and not keys.columns_before and task in ("prompt", "statistics"):
             special = tuple(name for name in special if name != "chunk")  # the text is one chunk
         return Case(
             device=q_BHGQD.device.type,
@@ -248,8 +251,8 @@ class Call(LayerRead):
             group=self.group,
             alibi=self.geometry.slopes_HG is not None,
             window=sliding is not None and (task != "prompt" or sliding < T),
-            padding=keys.holes and (task == "prompt" or keys.grown is None),
-            past=keys.past > 0 and task in ("prompt", "statistics"),
+            padding=keys.may_have_empty and (task == "prompt" or keys.grown is None),
+            past=keys.columns_before > 0 and task in ("prompt", "statistics"),
             # gradient checkpointing runs a pass once without gradients and once with them: both by the same backend
             gradients=(torch.is_grad_enabled() and q_BHGQD.requires_grad) or self.now.repeatable,
             scores=scores,
@@ -271,7 +274,7 @@ class Call(LayerRead):
         if not self.settings.renumbered:
             return q_BHGQD, keys
         positions, Q = keys.positions_BHT, q_BHGQD.shape[3]
-        ranks = _rank_positions(positions) if keys.holes or not keys.ordered else positions
+        ranks = _rank_positions(positions) if keys.may_have_empty or not keys.ordered else positions
         # the new tokens were written last, or are a decode step's newest
         if later_BQ is not None:
             q_ranks = (ranks.amax(-1, keepdim=True) - later_BQ[:, None]).clamp(min=0)
@@ -284,7 +287,7 @@ class Call(LayerRead):
             distance = ranks.amax(-1, keepdim=True) - ranks
             places = rows_BQ.amax(-1)[:, None, None] - distance
             return q_BHGQD, replace(keys, positions_BHT=places.masked_fill(positions < 0, -1))
-        table = self.now.table
+        table = self.now.rotary_table
         q = self.bound_adapter.rotate(q_BHGQD.flatten(1, 2), q_ranks.repeat_interleave(self.group, 1), table)
         codec, codecs = keys.codecs[0], (EXACT[0], keys.codecs[1])  # the new keys are not rounded
         if keys.head_offsets is None:
@@ -331,7 +334,7 @@ class Call(LayerRead):
             limits=limits,
             group=self.group,
             sliding=self.geometry.sliding,
-            empty=slots.holes,
+            empty=slots.may_have_empty,
             aligned=self.policy.aligned and self.rule.aligned,
             parallel=self.settings.parallel,
             keep_BH1=slots.keep_BH1,
@@ -352,23 +355,23 @@ class Call(LayerRead):
         """
         lifetimes, slots = self.cache.lifetimes, self.slots
         if lifetimes is not None:
-            lifetimes.note_evictions(self.layer, slots.positions[:, :, : slots.used], newest_B11 + 1)
+            lifetimes.note_evictions(self.layer, slots.positions[:, :, : slots.columns_used], newest_B11 + 1)
 
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
         """Return queries or keys with their rotation undone, in the dtype of scores, for scores that leave positions out.
 
-        `plain_keys` and `QueryMoments.read` call it. `now.table`: cosines and sines; None if nothing was rotated.
+        `plain_keys` and `QueryMoments.read` call it. `rotary_table`: None if nothing was rotated.
         """
         x_BHTD = x_BHTD.to(accumulator(x_BHTD.dtype))
-        if self.now.table is None:  # no rotary positions
+        if self.now.rotary_table is None:  # no rotary positions
             return x_BHTD
-        return self.bound_adapter.rotate_back(x_BHTD, positions_BHT.clamp(min=0), self.now.table)
+        return self.bound_adapter.rotate_back(x_BHTD, positions_BHT.clamp(min=0), self.now.rotary_table)
 
     # ---- what needs ask of a layer (policies/needs/base.py) ----
 
     @property
     def notes(self) -> dict[str, Any]:
-        return self.slots.notes
+        return self.slots.need_notes
 
     @property
     def limits(self) -> Limits:
@@ -392,7 +395,7 @@ class Call(LayerRead):
         if name not in slots.state:
             self.policy.needs.check_state(name, slots.state)
         tensor = slots.statistic(name)
-        return tensor if slots.used == tensor.shape[2] else tensor[:, :, : slots.used]
+        return tensor if slots.columns_used == tensor.shape[2] else tensor[:, :, : slots.columns_used]
 
     def plain_keys(self) -> Tensor:
         return self.rotated_back(self.held()[0], self.positions_BHT)
@@ -404,10 +407,10 @@ class Call(LayerRead):
         computes it for all. n_B: tokens of each row so far.
         """
         now = self.now
-        if now.table is None:
+        if now.rotary_table is None:
             return None
         coming = now.copy(now.n_B, like.device)[:, None] + torch.arange(future, device=like.device)
-        mean = functools.partial(self.bound_adapter.mean_rotation, coming, like, now.table)
+        mean = functools.partial(self.bound_adapter.mean_rotation, coming, like, now.rotary_table)
         return now.once("mean rotation", like.device, mean)[:, None]
 
     def logits(self, q_BHGWD: Tensor, positions_BW: Tensor, first_B1: Tensor) -> tuple[Tensor, Tensor]:
@@ -420,7 +423,7 @@ class Call(LayerRead):
         (k, v), positions = self.held(), self.positions_BHT
         candidate = (positions >= 0) & (positions < first_B1[:, None])
         if self.settings.renumbered:
-            keys = Keys(k, v, positions, holes=slots.holes, past=slots.used, ordered=False)
+            keys = Keys(k, v, positions, may_have_empty=slots.may_have_empty, columns_before=slots.columns_used, ordered=False)
             later_BW = positions_BW.amax(1, keepdim=True) - positions_BW
             q_BHGWD, keys = self.renumber(q_BHGWD, keys, positions_BW, later_BQ=later_BW)
             k, positions = keys.k_BHTD, keys.positions_BHT
@@ -469,7 +472,7 @@ class Call(LayerRead):
     def held(self) -> tuple[Tensor, Tensor]:
         """Return keys and values [B,H,T,D] of the used slots; a ragged layer copies them, and rounded ones are unpacked."""
         slots = self.slots
-        return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.used)
+        return slots.kv.make_dense(*slots.positions.shape[:2]).numbers(slots.columns_used)
 
     def mask_visible(self, newest_B11: Tensor) -> Tensor:
         """Return which used slots later queries can see, bool [B,H,T]: those with a token that a sliding window still reaches.
@@ -483,8 +486,8 @@ class Call(LayerRead):
     @property
     def positions_BHT(self) -> Tensor:
         """Positions of the used slots [B,H,T]."""
-        slots = self.slots
-        return slots.positions if slots.used == slots.positions.shape[2] else slots.positions[:, :, : slots.used]
+        positions, used = self.slots.positions, self.slots.columns_used
+        return positions if used == positions.shape[2] else positions[:, :, :used]
 
     def _stored_norms(self, known: Tensor, out: Tensor | None) -> Tensor:
         """Return norms of projected values [B,H,T]: those stored with the tokens, or computed now, which costs a product.
@@ -502,10 +505,10 @@ class Call(LayerRead):
         """Return by name what the attention probabilities of a block of query rows add to the policy's sums per key [N,M].
 
         `_make_observer` calls it for each block of a prompt, `_add_statistics` for a decode step. Changes nothing; `add` stores
-        the result. N of the B*H heads, M key columns (lo to hi). rows_BQ: positions of all query rows. tau: temperature of
+        the result. N of the B*H heads, M key columns. rows_BQ: positions of all query rows. tau: temperature of
         Keyformer's softmax with noise. Block: all that a statistic of policies/statistics.py may read.
         """
-        slots, heads, columns = self.slots, slice(rows.n0, rows.n1), slice(rows.lo, rows.hi)
+        slots, heads, columns = self.slots, slice(rows.first_head, rows.stop_head), slice(rows.first_column, rows.stop_column)
         if isinstance(tau, Tensor) and tau.ndim:  # one temperature per batch row, where rows are at different steps
             B, H, _ = slots.positions.shape
             tau = tau.to(rows_BQ.device).repeat(B // len(tau)).repeat_interleave(H)[heads, None, None, None]
@@ -515,12 +518,16 @@ class Call(LayerRead):
         noise = slots.state.get("noise")
 
         def place() -> tuple[Tensor, Tensor, Tensor]:
-            """Return the block's query heads by number [N,G], and positions of its rows and keys; some statistics call this."""
+            """Return the block's query heads by number [N,G], and positions of its rows [N,R] and keys [N,M], as `Block.place`.
+
+            `_sum_area` and `draw_for_rows` call it. heads, columns: the block's part of the flattened B*H KV heads, of which
+            number n is head n % H of this process, and of the key columns.
+            """
             H = slots.positions.shape[1]
-            n = torch.arange(rows.n0, rows.n1, device=rows_BQ.device)
+            n = torch.arange(rows.first_head, rows.stop_head, device=rows_BQ.device)
             head_N = self.settings.parallel.first(H) + n % H
             head_NG = head_N[:, None] * self.group + torch.arange(self.group, device=rows_BQ.device)
-            row_NR = rows_BQ[:, None, rows.start : rows.stop].expand(-1, H, -1).flatten(0, 1)[heads]
+            row_NR = rows_BQ[:, None, rows.first_row : rows.stop_row].expand(-1, H, -1).flatten(0, 1)[heads]
             return head_NG, row_NR, slots.positions.flatten(0, 1)[heads, columns]
 
         block = Block(
@@ -540,7 +547,7 @@ class Call(LayerRead):
 
         `_attend_and_sum` and `_add_statistics` call it. The policy computes its scores from these totals, tensors of
         `slots.state`, which change in place. Each is first multiplied by its decay. A sum that layers share (`across_layers`)
-        goes to `cache.shared` instead.
+        goes to `cache.shared_score` instead.
         """
         slots = self.slots
         for attention_sum in self.policy.needs.sums:
@@ -566,18 +573,18 @@ class Call(LayerRead):
         return torch.where(has_token, decay, 1.0).to(total.dtype)
 
     def _add_shared(self, increment: Tensor, positions: Tensor, decay: float) -> None:
-        """Add `increment` [B,H,T] to `cache.shared`, the sum that all layers share; `add` calls it once a layer and pass.
+        """Add `increment` [B,H,T] to `shared_score`, the sum that all layers share; `add` calls it once a layer and pass.
 
         Its columns are original positions + 1, since layers hold different tokens. It changes in place, or is replaced by a
-        longer tensor as the text grows. seen: tokens read so far.
+        longer tensor as the text grows.
         """
         cache = self.cache
         B, H, _ = positions.shape
-        needed = self.slots.seen + 1
+        needed = self.slots.columns_read + 1
         shared = self._find_shared_score(positions)
         if shared.shape[-1] < needed:
             new_columns = increment.new_zeros(B, H, needed + needed // 4 + 64 - shared.shape[-1])
-            cache.shared = shared = torch.cat([shared, new_columns], -1)
+            cache.shared_score = shared = torch.cat([shared, new_columns], -1)
         index = positions + 1  # column 0 belongs to empty slots
         old = shared.gather(-1, index)
         # a NaN in one layer adds nothing to the shared sum
@@ -585,17 +592,17 @@ class Call(LayerRead):
         shared.scatter_(-1, index, total)
 
     def _find_shared_score(self, like: Tensor) -> Tensor:
-        """Return `cache.shared`, a sum per original position that all layers share. Sets it: zeros at first, on this device.
+        """Return `shared_score`, a sum per original position that all layers share. Sets it: zeros at first, on this device.
 
         `_add_shared` and `eviction_context` call it.
         """
         cache = self.cache
-        if cache.shared is None:
-            size = (*like.shape[:2], self.slots.seen + 1)
-            cache.shared = torch.zeros(size, dtype=accumulator(self.slots.dtype), device=like.device)
-        if cache.shared.device != like.device:
-            cache.shared = cache.shared.to(like.device)
-        return cache.shared
+        if cache.shared_score is None:
+            size = (*like.shape[:2], self.slots.columns_read + 1)
+            cache.shared_score = torch.zeros(size, dtype=accumulator(self.slots.dtype), device=like.device)
+        if cache.shared_score.device != like.device:
+            cache.shared_score = cache.shared_score.to(like.device)
+        return cache.shared_score
 
 
 def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,12 +33,12 @@ def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> 
     rows_BQ: positions of the queries. `meter`: bytes of keys and values.
     """
     slots, now = call.slots, call.now
-    positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt], call.rows_BQ[:, : now.prompt]
+    positions_BQ, rows_BQ = call.positions_BQ[:, : now.prompt_columns], call.rows_BQ[:, : now.prompt_columns]
     slots.begin_prompt()  # tokens are appended from now on
     # write the columns
     if now.lender is not None:
         _borrow(call, k_BHQD, v_BHQD)
-    past, nbytes_before = slots.used, slots.kv.nbytes  # a prompt is appended, and its end moves kept tokens to new slots
+    past, nbytes_before = slots.columns_used, slots.kv.nbytes  # a prompt is appended; its end moves kept tokens to new slots
     _write_columns(call, k_BHQD, v_BHQD, positions_BQ)
     after_edit = None if now.edit is None else Hidden(slots, now.edit)  # its queries must not see what follows
     keys, nbytes_held = call.keys(past), slots.kv.nbytes
@@ -49,7 +49,7 @@ def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> 
     plain_BHGQD = q_BHGQD
     q_BHGQD, keys = call.renumber(q_BHGQD, keys, rows_BQ)
     if call.shares_keys:
-        call.share_keys(keys, copied=call.positions_BQ.shape[1] > now.prompt)
+        call.share_keys(keys, copied=call.positions_BQ.shape[1] > now.prompt_columns)
     # attend, and add to the sums that scores need
     protected_B = set_limits(call) if now.ends_prompt and call.evicts and not (after_edit or now.keeps_all) else []
     sums_all_rows = call.evicts and call.policy.needs.rows == "all"
@@ -77,21 +77,20 @@ def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> 
 def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> None:
     """Write a prompt's columns into the layer before they attend, and set the layer's fields that describe its columns.
 
-    `read_prompt` calls it. `floor`: columns that cannot be cropped. `contiguous`: columns are in text order without gaps.
-    `ahead`: state computed for coming decode steps. `adopt` takes the tensors themselves as storage, `append` copies them.
-    `gapped`: some padding follows a token of its row.
+    `read_prompt` calls it. `in_text_order`: and without gaps. `precomputed_state`: of coming decode steps. `adopt` takes the
+    tensors themselves as storage, `append` copies them. `gapped`: some padding follows a token of its row.
     """
-    slots, now, past = call.slots, call.now, call.slots.used
+    slots, now, past = call.slots, call.now, call.slots.columns_used
     with torch.no_grad():
         entry = call.entry(k_BHQD, v_BHQD, positions_BQ)
         is_whole_prompt = past == 0 and now.ends_prompt and now.final  # it is compressed at once, so it needs no copy
         (slots.adopt if is_whole_prompt else slots.append)(k_BHQD, v_BHQD, positions_BQ, entry)
     if now.padding is not None:  # padding leaves empty slots; columns up to the last of them (`reach`) cannot be cropped
-        slots.holes = True
-        slots.contiguous &= not past and not now.padding.gapped
-        slots.floor = max(slots.floor, past + now.padding.reach)
-    slots.seen += 0 if now.edit is not None else now.prompt
-    slots.ahead = None  # it counts columns, some of which may be padding
+        slots.may_have_empty = True
+        slots.in_text_order &= not past and not now.padding.gapped
+        slots.first_croppable = max(slots.first_croppable, past + now.padding.reach)
+    slots.columns_read += 0 if now.edit is not None else now.prompt_columns
+    slots.precomputed_state = None  # it counts columns, some of which may be padding
     slots.sliding = call.geometry.sliding
 
 
@@ -105,18 +104,18 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
     if earlier is not None:
         with torch.no_grad():
             call.slots.append(*earlier, call.entry(*earlier))
-        if call.slots.used < call.slots.seen:  # some were forgotten
-            call.slots.contiguous, call.slots.floor = False, call.slots.used
+        if call.slots.columns_used < call.slots.columns_read:  # some were forgotten
+            call.slots.in_text_order, call.slots.first_croppable = False, call.slots.columns_used
 
 
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
     """Return the attention of a prompt's queries over `keys`, by the chosen backend, or by torch if that cannot do it.
 
-    `read_prompt` and `reread_chunk` call it. Nothing but `choice`, the record of backends, changes. noise: Triton also returns
-    the log-sum-exp of the logits with noise, for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to
+    `read_prompt` and `reread_chunk` call it. Nothing but `cache.backend_choice` changes. noise: Triton also returns the
+    log-sum-exp of the logits with noise, for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to
     them, as in the unpatched model. find_misfit: why flash cannot serve these keys, or None.
     """
-    choice, case, padding = call.cache.choice, call.case("prompt", q_BHGQD, keys), call.now.padding
+    choice, case, padding = call.cache.backend_choice, call.case("prompt", q_BHGQD, keys), call.now.padding
     name = choice.of("prompt", case)
     if name != "torch" and padding is not None and padding.attends:
         # the kernels skip such padding, but in transformers it takes up positions, and its queries attend
@@ -155,7 +154,7 @@ def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
     if sampled and rows_BQ.shape[1] > sampling.READ and call.geometry.sliding is None:
         return _attend_and_sample(call, q_BHGQD, keys, rows_BQ)
     names = call.policy.needs.statistics
-    choice, case = call.cache.choice, call.case("statistics", q_BHGQD, keys, scores=True)
+    choice, case = call.cache.backend_choice, call.case("statistics", q_BHGQD, keys, scores=True)
     name, attended = choice.of("statistics", case), None
     if name != "torch":
         noise = _find_noise(call, keys) if "gumbel" in names else None
@@ -205,7 +204,7 @@ def _find_temperature(call: Call) -> float:
 
     `_find_noise` and `_make_observer` ask. new_tokens: how many generate() will decode, while it rises; None: unknown.
     """
-    tau = call.policy.needs.temperature(0, call.cache.request.new_tokens)
+    tau = call.policy.needs.temperature(0, call.cache.plans.new_tokens)
     assert isinstance(tau, int | float)
     return tau
 
@@ -214,7 +213,7 @@ def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, T
     """Return zeros for the policy's sums [B,H,T] by name, and a function that adds a block of probabilities to them.
 
     `_attend_and_sum` and `_sum_rows` give the function to `torch_backend.observe`, and then read the sums. torch computes a
-    prompt's probabilities block by block: some heads (n0 to n1 of B*H), some queries, keys lo to hi.
+    prompt's probabilities block by block: some of the B*H heads, some queries, some keys.
     """
     tau, dtype = _find_temperature(call), accumulator(keys.k_BHTD.dtype)
     shape, names = keys.k_BHTD.shape[:3], call.policy.needs.statistics
@@ -222,7 +221,7 @@ def _make_observer(call: Call, keys: Keys, rows_BQ: Tensor) -> tuple[dict[str, T
 
     def observe(rows: ProbabilityRows) -> None:
         for name, increment in call.sums(rows, rows_BQ, tau).items():
-            sums[name].flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi] += increment
+            sums[name].flatten(0, 1)[rows.first_head : rows.stop_head, rows.first_column : rows.stop_column] += increment
 
     return sums, observe
 
@@ -234,7 +233,7 @@ def _attend_and_sample(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor)
     The newest ROWS rows are all read, earlier ones (R of them) are sampled.
     """
     attended = attend_to(call, q_BHGQD, keys, rows_BQ)
-    call.cache.choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
+    call.cache.backend_choice.record("statistics", "torch", "kernels read all rows of a prompt, scores='sampled' some")
     with torch.no_grad():
         # weight_B11: how many rows each sampled row before the newest ones stands for
         column_BR, weight_B11 = sampling.sample_rows(rows_BQ, call.settings.seed, call.layer)
@@ -256,7 +255,7 @@ def _sum_rows(
     read_BR = rows_BQ.gather(1, index_BR).masked_fill(column_BR < 0, -1)
     q, lse_BHGR = pick_rows(q_BHGQD, lse_BHGQ, index_BR)
     sums, observe = _make_observer(call, keys, read_BR)
-    ends = (column_BR.amax(0) + keys.past + 1).tolist()  # of each sampled row: key columns up to itself
+    ends = (column_BR.amax(0) + keys.columns_before + 1).tolist()  # of each sampled row: key columns up to itself
     torch_backend.observe(q, keys, read_BR, call.geometry, lse_BHGR, observe, "count" in sums, ends=ends)
     return sums
 
@@ -276,9 +275,9 @@ def _score_by_window(
     `WindowAttention.read` calls it as `PromptRead.attention`, for the last W rows of a prompt. fold: a function of each block
     of rows that takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined.
     `limits.observed`: size of the window at the end of the prompt, whose tokens get no score by a fold. Changes nothing but
-    `choice`, the record of backends.
+    `cache.backend_choice`.
     """
-    choice, arguments = call.cache.choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
+    choice, arguments = call.cache.backend_choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:
         choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")
         candidate = keys.positions_BHT >= 0

@@ -32,11 +32,11 @@ def attend_to_shared_keys(
     """
     if isinstance(cache, ReplayPass):
         return _attend_replay(cache, layer, q, k, v, bound_adapter)
-    now, slots = cache.running, cache.layers[layer]
+    now, slots = cache.current_pass, cache.layers[layer]
     call = Call(cache, now, layer, bound_adapter, group=q.shape[1] // k.shape[1], device=slots.device)
     call.geometry, call.evicts = bound_adapter.geometry(slots.device), False
     q_BHGQD = rearrange(q.to(slots.device, slots.dtype), "b (h g) q d -> b h g q d", g=call.group)
-    shown, P, first = list(now.shared_keys[layer]), now.prompt, now.positions_BQ.shape[1] - q.shape[2]
+    shown, P, first = list(now.shared_keys[layer]), now.prompt_columns, now.positions_BQ.shape[1] - q.shape[2]
     outs = []
     if P:
         keys = shown.pop(0)
@@ -53,12 +53,12 @@ def _attend_prompt(call: Call, q_BHGQD: Tensor, keys: Keys, first: int) -> Tenso
     """Return the output [B,H,G,Q,D] of a prompt's columns from `first` on, over the `keys` that another layer's queries saw.
 
     `attend_to_shared_keys` calls it. first: above 0 if the model runs its layers without keys on the last columns alone; the
-    first query then sees `first` more keys than `past`.
+    first query then sees `first` more keys than `columns_before`.
     """
-    rows_BQ = call.rows_BQ[:, first : call.now.prompt]
+    rows_BQ = call.rows_BQ[:, first : call.now.prompt_columns]
     if not first:
         return prefill.attend_to(call, q_BHGQD, keys, rows_BQ).out
-    return torch_backend.attend(q_BHGQD, replace(keys, past=keys.past + first), rows_BQ, call.geometry)[0]
+    return torch_backend.attend(q_BHGQD, replace(keys, columns_before=keys.columns_before + first), rows_BQ, call.geometry)[0]
 
 
 def _attend_replay(cache: ReplayPass, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:

@@ -101,7 +101,7 @@ class _Kernels(torch.autograd.Function):
         """Attend in a layer of a replay by kernels (`_by_kernels` applies it), and save in `ctx` what `backward` needs."""
         attended = backend(name).attend(q, keys, rows_BQ, geometry)
         ctx.save_for_backward(q, k, v, attended.out, attended.lse)
-        ctx.rest = keys.positions_BHT, keys.deaths_BHT, keys.holes, keys.ordered, rows_BQ, geometry, name, case
+        ctx.rest = keys.positions_BHT, keys.deaths_BHT, keys.may_have_empty, keys.ordered, rows_BQ, geometry, name, case
         return attended.out
 
     @staticmethod
@@ -128,10 +128,10 @@ def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, 
     """
     outs, n = [], whole
     if n:
-        first = replace(keys.columns(0, n), past=0, holes=False, ordered=True, deaths_BHT=None)
+        first = replace(keys.columns(0, n), columns_before=0, may_have_empty=False, ordered=True, deaths_BHT=None)
         outs.append(torch_backend.attend(q_BHGQD[:, :, :, :n], first, rows_BQ[:, :n], geometry)[0])
     if n < q_BHGQD.shape[3]:
-        outs.append(torch_backend.attend(q_BHGQD[:, :, :, n:], replace(keys, past=n), rows_BQ[:, n:], geometry)[0])
+        outs.append(torch_backend.attend(q_BHGQD[:, :, :, n:], replace(keys, columns_before=n), rows_BQ[:, n:], geometry)[0])
     return torch.cat(outs, 3)
 
 

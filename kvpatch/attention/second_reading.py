@@ -25,7 +25,7 @@ def reread_chunk(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_
     first. Its log-sum-exp gives the probabilities for scores, and the weight with which the output over the rest of the prompt
     (`part.rest`) is joined to it. by_outputs: probabilities are multiplied by norms of values (`head_norms`) and by `factors`.
     """
-    held = call.keys(call.slots.used)
+    held = call.keys(call.slots.columns_used)
     if call.shares_keys:
         call.share_keys(_join_keys(call, held, k_BHQD, v_BHQD))
     for reader in call.needs:  # a need (what the policy reads) may keep these queries
@@ -55,7 +55,7 @@ def reread_chunk(repeat: Repeat, call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_
 
 
 def _join_keys(call: Call, keys: Keys, k_BHQD: Tensor, v_BHQD: Tensor) -> Keys:
-    """Return `keys` followed by the keys and values of the repeated tokens, which the queries of `reread_chunk` see."""
+    """Return `keys` followed by those of the tokens read again, which no cache gets: `reread_chunk` attends to both."""
     return replace(
         keys,
         k_BHTD=torch.cat([keys.k_BHTD, k_BHQD], 2),
@@ -71,7 +71,7 @@ def _raise_scores(call: Call, part: _Part, most_BHGM: Tensor) -> None:
     """
     scores, most = call.slots.state["repeated"], most_BHGM.amax(2).masked_fill(~part.inside_BHM, 0.0)
     scores.scatter_reduce_(-1, part.index_BHM, most.to(scores.dtype), "amax")
-    call.cache.choice.record("statistics", "torch", "kernels read a prompt's rows once, this score reads it twice")
+    call.cache.backend_choice.record("statistics", "torch", "kernels read a prompt's rows once, this score reads it twice")
 
 
 @dataclass
@@ -94,10 +94,10 @@ class _Part:
         `reread_chunk` calls it for each layer and chunk. The tensors are copies, or views where slots are positions: then the
         chunk is columns start to stop. Else M slots of each head are gathered, fewer tokens padded with position -1.
         """
-        sinks, T = call.policy.scope.sinks, held.past
+        sinks, T = call.policy.scope.sinks, held.columns_before
         start, stop = max(repeat.start_B), max(repeat.stop_B)
         rows_equal = min(repeat.start_B) == start and min(repeat.stop_B) == stop
-        if rows_equal and held.ordered and not held.holes:  # slots are positions: cut the tensors
+        if rows_equal and held.ordered and not held.may_have_empty:  # slots are positions: cut the tensors
             n_sinks = min(sinks, start)
             index = torch.cat([torch.arange(n_sinks, device="cpu"), torch.arange(start, stop, device="cpu")]).to(call.device)
             index_BHM = index.expand(*held.positions_BHT.shape[:2], -1)
@@ -106,7 +106,7 @@ class _Part:
                 k_BHTD=torch.cat([held.k_BHTD[:, :, :n_sinks], held.k_BHTD[:, :, start:stop]], 2),
                 v_BHTD=torch.cat([held.v_BHTD[:, :, :n_sinks], held.v_BHTD[:, :, start:stop]], 2),
                 positions_BHT=index_BHM,
-                past=len(index),
+                columns_before=len(index),
                 ordered=False,
             )
             rest = [held.columns(a, b) for a, b in ((n_sinks, start), (stop, T)) if a < b]
@@ -122,9 +122,9 @@ class _Part:
             gather_entries(held.k_BHTD, index_BHM),
             gather_entries(held.v_BHTD, index_BHM),
             position.gather(-1, index_BHM).masked_fill(~wanted.gather(-1, index_BHM), -1),
-            holes=True,
-            past=index_BHM.shape[2],
+            may_have_empty=True,
+            columns_before=index_BHM.shape[2],
             ordered=False,
         )
-        rest = [replace(held, positions_BHT=position.masked_fill(wanted, -1), holes=True, ordered=False)]
+        rest = [replace(held, positions_BHT=position.masked_fill(wanted, -1), may_have_empty=True, ordered=False)]
         return cls(shown, rest, index_BHM, inside.gather(-1, index_BHM))

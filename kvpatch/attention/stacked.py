@@ -53,26 +53,26 @@ class LayerStack:
         if call.policy.keeps_norms:
             self.norms_LNB = first.state["norm"].new_empty(self.L, self.H * call.group, B)
         for rows, layer in zip(self.rows, self.layers, strict=True):
-            layer.positions, layer.contiguous = self.slots.positions[rows], False
+            layer.positions, layer.in_text_order = self.slots.positions[rows], False
             layer.state = {name: tensor[rows] for name, tensor in self.slots.state.items()}
         self.share_free()
 
     def _join_layers(self, first: SlotLayer) -> SlotLayer:
         """Return a layer without keys, whose rows have the positions, scores and free slots of all layers, for `__init__`.
 
-        On it `_end_step` scores and evicts for all layers at once. It copies the tensors. filling: decode steps to the budget.
+        On it `_end_step` scores and evicts for all layers at once. It copies the tensors.
         """
         slots, layers = _JoinedLayer(self.layers, first), self.layers
         slots.dtype, slots.device, slots.geometry = first.dtype, first.device, first.geometry
-        slots.contiguous, slots.used, slots.seen = False, first.used, first.seen
+        slots.in_text_order, slots.columns_used, slots.columns_read = False, first.columns_used, first.columns_read
         slots.positions = torch.cat([layer.positions for layer in layers])
         slots.state = {name: torch.cat([layer.state[name] for layer in layers]) for name in first.state}
-        if first.mode.slotted:  # tokens go into free slots, else they are appended until heads reach their budget
+        if first.mode.fills_free_slots:  # tokens go into free slots, else they are appended until heads reach their budget
             slots.mode = Evicting(torch.cat([layer.mode.free_BH for layer in layers]))
         else:
-            slots.mode = Filling(first.mode.filling)  # filling: steps until then
-        # all C slots are in use when heads evict: `every` tokens at once
-        slots.keep_BH1 = torch.full((len(slots.positions), 1, 1), self.C - first.every, device=first.device)
+            slots.mode = Filling(first.mode.steps_until_full)
+        # all C slots are in use when heads evict: `evict_interval` tokens at once
+        slots.keep_BH1 = torch.full((len(slots.positions), 1, 1), self.C - first.evict_interval, device=first.device)
         if first.limits is not None:
             slots.limits = first.limits.map_rows(lambda tensor: tensor.repeat(self.L, 1, 1))
         return slots
@@ -81,10 +81,10 @@ class LayerStack:
     def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
         """Stack the layers of `cache`, as `_find_stack` asks in a decode step; None if they differ, or cannot act as one.
 
-        why_not: the policy's features that exclude a stack. `slotted`: tokens go into free slots, here all in use.
+        why_not: the policy's features that exclude a stack. If the mode `fills_free_slots`, all columns must be in use.
         """
         first = cache.layers[0]
-        if why_not("stack", cache.settings.combine()) is not None:
+        if why_not("stack", cache.settings.list_features()) is not None:
             return None
         if len(cache.layers) * first.positions.numel() * call.group > BUFFER:  # so large that stacking saves little
             return None
@@ -94,27 +94,28 @@ class LayerStack:
             and layer.sliding == first.sliding
             and layer.limits is first.limits
             and layer.settled  # coming steps need no more slots than there are
-            and not layer.holes
-            and layer.used == first.used
-            and (not layer.mode.slotted or layer.used == layer.positions.shape[2])
+            and not layer.may_have_empty
+            and layer.columns_used == first.columns_used
+            and (not layer.mode.fills_free_slots or layer.columns_used == layer.positions.shape[2])
             for layer in cache.layers
         )
         return cls(cache, call, backend) if alike else None
 
     def share_free(self) -> None:
-        """Give each layer its part of the stack's free slots, where its next token goes; sets their `mode` and `free_at`.
+        """Give each layer its part of the stack's free slots, where its next token goes; if tokens are appended, the counts.
 
-        `run_step` calls it after the stack has evicted. local_LN: the same slots as indices into the layer's flattened slots.
-        If tokens are appended instead, layers get counts.
+        `run_step` calls it after the stack has evicted. Sets the layers' `mode.free_BH` and `known_free_slots` (local_LN: the
+        same slots as indices into the layer's flattened slots), or the three counts below.
         """
-        if not self.slots.mode.slotted:
+        if not self.slots.mode.fills_free_slots:
             for layer in self.layers:
-                layer.used, layer.floor, layer.mode.filling = self.slots.used, self.slots.floor, self.slots.mode.filling
+                layer.columns_used, layer.first_croppable = self.slots.columns_used, self.slots.first_croppable
+                layer.mode.steps_until_full = self.slots.mode.steps_until_full
             return
         free_LBH = self.slots.mode.free_BH.view(self.L, -1, self.H).unbind()
         local_LN = (self.slots.free_slots().view(self.L, -1) - self.offset_LN).unbind()
         for layer, free_BH, at_N in zip(self.layers, free_LBH, local_LN, strict=True):
-            layer.mode.free_BH, layer.free_at = free_BH, (free_BH, at_N)
+            layer.mode.free_BH, layer.known_free_slots = free_BH, (free_BH, at_N)
 
     def begin(self, call: Call, k_BH1D: Tensor, v_BH1D: Tensor) -> dict[str, Tensor]:
         """Begin a layer's part of a decode step: count the new token; return the state that its score derives from its key.
@@ -124,7 +125,7 @@ class LayerStack:
         """
         if call.layer == 0:
             self._open_step(call)
-        call.slots.seen += 1
+        call.slots.columns_read += 1
         if self.norms_LNB is not None:
             call.write_norms(v_BH1D, self.norms_LNB[call.layer])
         if self.call.policy.entry_by_position:
@@ -139,7 +140,7 @@ class LayerStack:
         self.newest_B, self.tau = call.positions_BQ[:, 0], call.cache.temperature(1) if call.observes else 1.0
         self.newest_B11 = call.positions_BQ[:, None].repeat(self.L, 1, 1)
         self.call.now, self.call.positions_BQ = call.now, self.newest_B11[:, 0]
-        self.slots.seen += 1
+        self.slots.columns_read += 1
         if self.backend != "triton":
             self.slots.write_position(self.call.positions_BQ)
         if blank := self.slots.make_blanks():  # zeros for state that few tokens have
@@ -156,7 +157,7 @@ class LayerStack:
         if self.norms_LNB is not None:
             norm_LBH = self.norms_LNB.unflatten(1, (self.H, -1)).mean(2).transpose(1, 2)
             self.slots.write_entry({"norm": norm_LBH.reshape(-1, self.H, 1)})
-        self.slots.used += self.slots.mode.adds
+        self.slots.columns_used += self.slots.mode.adds
 
     def leave_kernels(self, backend: str) -> None:
         """Go on with another backend, as `run_step` could not launch the first layer's kernel; write the token's position."""
@@ -170,7 +171,7 @@ class LayerStack:
         the whole buffer to its scores' sums. The first call allocates it; `p_BHGT` is the part of the present T columns.
         `mode.adds`: columns that this step appends, 0 or 1.
         """
-        T = self.slots.used + self.slots.mode.adds
+        T = self.slots.columns_used + self.slots.mode.adds
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
             shape = len(self.slots.positions), self.H, call.group
             if self.buffer_N is None:
@@ -184,8 +185,8 @@ class _JoinedLayer(SlotLayer):
     """The slots of stacked layers as rows of one layer; keys and values stay with the layers."""
 
     def __init__(self, layers: list[SlotLayer], like: SlotLayer) -> None:
-        super().__init__(like.statistics, every=like.every)
-        self.layers, self.floor = layers, like.floor
+        super().__init__(like.statistics, every=like.evict_interval)
+        self.layers, self.first_croppable = layers, like.first_croppable
 
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
         """Move keys and values in each layer from columns `out_BHM` to `into_BHM`; `drop` calls it when several are evicted."""

@@ -67,68 +67,68 @@ class Choice:
 
     Attributes:
         wanted: "auto" takes the first backend that can do a task, "torch" only torch, another name that backend where it can.
-        known: choices already made, as (name, reasons against the preferred ones) by task and case.
-        ran: by task, the backend that ran last and the reasons against the preferred ones.
-        coming: the same for steps that may be compiled.
+        choices: those already made, as (name, reasons against the preferred ones) by task and case.
+        ran_last: by task, the backend and the reasons against the preferred ones.
+        may_run: the same for steps that may be compiled.
     """
 
     def __init__(self, wanted: str = "auto") -> None:
         """Begin without any choice, when a cache or a pass of a replay is made. wanted: the `backend` argument of `patched`."""
         self.wanted = wanted
         # each holds (backend, why not the preferred ones): of all calls so far, of each task's last call, of steps to compile
-        self.known: dict[tuple[Task, Case], tuple[str, str]] = {}
-        self.ran: dict[str, tuple[str, str]] = {}
-        self.coming: dict[str, tuple[str, str]] = {}
+        self.choices: dict[tuple[Task, Case], tuple[str, str]] = {}
+        self.ran_last: dict[str, tuple[str, str]] = {}
+        self.may_run: dict[str, tuple[str, str]] = {}
 
     def of(self, task: Task, case: Case) -> str:
-        """Return the name of the backend for a task, and record it in `ran` for the report.
+        """Return the name of the backend for a task, and record it in `ran_last` for the report.
 
-        `attend_to` and `choose_backend` ask. They ask just before the task runs. A new choice is kept in `known`. While
+        `attend_to` and `choose_backend` ask. They ask just before the task runs. A new choice is kept in `choices`. While
         torch.compile traces, only a choice made before is used, and nothing is recorded.
         """
         if torch.compiler.is_compiling():
-            return self.known[task, case][0] if (task, case) in self.known else "torch"  # torch takes every case
-        self.ran[task] = self._find_choice(task, case)
-        return self.ran[task][0]
+            return self.choices[task, case][0] if (task, case) in self.choices else "torch"  # torch takes every case
+        self.ran_last[task] = self._find_choice(task, case)
+        return self.ran_last[task][0]
 
     def instead(self, task: Task, case: Case, name: str, why: str) -> str:
-        """Return another backend for a call that its chosen backend, `name`, has refused; note the reason, `why`, in `ran`."""
-        self.ran[task] = self._choose_backend(task, case, {name: why})
-        return self.ran[task][0]
+        """Return another backend for a call that its chosen backend, `name`, has refused; note the reason, `why`."""
+        self.ran_last[task] = self._choose_backend(task, case, {name: why})
+        return self.ran_last[task][0]
 
     def record(self, task: Task, name: str, why: str) -> None:
         """Record a backend that the caller chose itself, and its reason."""
         if not torch.compiler.is_compiling():
-            self.ran[task] = (name, why)
+            self.ran_last[task] = (name, why)
 
     def attempt(
         self, task: Task, case: Case, run: Callable[[], T], written: tuple[Tensor, ...] = (), name: str | None = None
     ) -> T | None:
         """Run the kernel chosen for a task and return its result; None if its first launch fails: the caller then uses torch.
 
-        `attend_to`, `_run_kernels` and others call it for each task that a kernel takes. After a failure `ran` names the
+        `attend_to`, `_run_kernels` and others call it for each task that a kernel takes. After a failure `ran_last` names the
         backend that is used from now on. run: calls the kernel. written: tensors that the kernel changes in place; a failure
         leaves them as before. name: the backend, if `instead` chose it for this call alone.
         """
-        name = name or self.known[task, case][0]
+        name = name or self.choices[task, case][0]
         if torch.compiler.is_compiling():
             return run()
         result = refusals.attempt(f"{name} {task}", case, run, backend(name).advice, written)
-        if result is None and name == self.known[task, case][0]:  # choose anew: the failed kernel is now refused
-            del self.known[task, case]
+        if result is None and name == self.choices[task, case][0]:  # choose anew: the failed kernel is now refused
+            del self.choices[task, case]
             self.of(task, case)
         elif result is None:  # `instead` chose it: other calls keep their backend
-            self.record(task, "torch", f"{self.ran[task][1]}; {name}: {refusals.known[f'{name} {task}', case]}")
+            self.record(task, "torch", f"{self.ran_last[task][1]}; {name}: {refusals.known[f'{name} {task}', case]}")
         return result
 
     def foresee(self, task: Task, case: Case) -> None:
         """Choose ahead for a step under torch.compile, which cannot choose while it is traced."""
-        self.coming[task] = self._find_choice(task, case)
+        self.may_run[task] = self._find_choice(task, case)
 
     def _find_choice(self, task: Task, case: Case) -> tuple[str, str]:
-        if (task, case) not in self.known:
-            self.known[task, case] = self._choose_backend(task, case)
-        return self.known[task, case]
+        if (task, case) not in self.choices:
+            self.choices[task, case] = self._choose_backend(task, case)
+        return self.choices[task, case]
 
     def _choose_backend(self, task: Task, case: Case, refused: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
         """Return the first backend that takes a case, and why those tried before it do not. The wanted one is tried first.

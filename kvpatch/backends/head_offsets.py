@@ -137,7 +137,7 @@ class HeadOffsets:
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         # P blocks of M neighbouring keys, each of one head, and E keys apart for each of N heads (see Blocks)
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
-        codec_P, codec_N = self._split_codecs(codec)  # with the centres of blocks' and of edges' heads
+        codec_P, codec_N = self._split_codecs(codec)  # each with its heads' centres, the keys' offsets
         x_PGM, x_NGE = dot(q_NGD.index_select(0, blocks.head_P), inner, codec_P), dot(q_NGD, edges, codec_N)
         # join the products, and bring them into the order of dense slots
         products = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
@@ -146,11 +146,11 @@ class HeadOffsets:
     def mix_values(self, p_NGT: Tensor, v_FD: Tensor, codec: Codec = EXACT[1]) -> Tensor:
         """Return a decode step's output [N,G,D]: sums of each head's values, weighted by `p`.
 
-        `step` of the torch backend calls it, as `multiply_keys`. v_FD: the values of all heads, end to end.
+        `step` of the torch backend calls it after `multiply_keys`. v_FD: the values of all heads, end to end.
         """
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
-        codec_P, codec_N = self._split_codecs(codec)  # with the centres of blocks' and of edges' heads
+        codec_P, codec_N = self._split_codecs(codec)  # each with its heads' centres, the keys' offsets
         # weights of the values in P blocks of M, and of the E values apart for each head (see Blocks)
         w_PGM = rearrange(p_GS.index_select(1, self.slot_F[: blocks.whole]), "g (p m) -> p g m", m=BLOCK)
         w_NGE = rearrange(p_GS[:, blocks.edge_slot_NE] * blocks.real_NE, "g n e -> n g e")

@@ -44,8 +44,8 @@ class Keys:
         k_BHTD: keys; flat entries [F,D] with `head_offsets`.
         v_BHTD: values, likewise.
         positions_BHT: int64, -1 in an empty slot. The last Q columns of a prompt are its own tokens.
-        holes: whether slots may be empty.
-        past: columns before the prompt's own.
+        may_have_empty: False if a token is in every slot.
+        columns_before: number of columns before the prompt's own.
         ordered: whether those columns are in text order.
         head_offsets: offsets of the heads if they hold different numbers of tokens.
         grown: slots that every head has taken since the offsets were made; None if heads fill up unevenly.
@@ -56,8 +56,8 @@ class Keys:
     k_BHTD: Tensor
     v_BHTD: Tensor
     positions_BHT: Tensor
-    holes: bool
-    past: int
+    may_have_empty: bool
+    columns_before: int
     ordered: bool
     head_offsets: HeadOffsets | None = None
     grown: int | None = None
@@ -72,11 +72,11 @@ class Keys:
     def columns(self, start: int, stop: int) -> Keys:
         """Return views of the keys and values in columns [start, stop), for attention that is computed part by part.
 
-        `read_in_blocks` and `_attend_cpu` call it. `past` of the result counts all its columns as earlier than the queries.
+        `_attend_cpu`, `_Part.of` and `_by_torch` call it. In the result all columns count as `columns_before`.
         """
         columns = slice(start, stop)
         k, v, positions = (t[:, :, columns] for t in (self.k_BHTD, self.v_BHTD, self.positions_BHT))
-        return replace(self, k_BHTD=k, v_BHTD=v, positions_BHT=positions, past=stop - start)
+        return replace(self, k_BHTD=k, v_BHTD=v, positions_BHT=positions, columns_before=stop - start)
 
 
 @dataclass
@@ -224,7 +224,7 @@ class StepSlots(Protocol):
     state: dict[str, Tensor]
     keep_BH1: Tensor | None
     limits: Limits | None
-    holes: bool
+    may_have_empty: bool
 
     @property
     def kv(self) -> KeyValues:

@@ -41,14 +41,14 @@ UNCOUNTED = torch.empty(0, device="cpu")  # in place of the keys that each row a
 
 @dataclass
 class ProbabilityRows:
-    """Probabilities of rows [start, stop) of heads [n0, n1) of the flattened B*H, over key columns [lo, hi)."""
+    """Probabilities of some heads of the flattened B*H, query rows and key columns; a `stop` is one past the last."""
 
-    n0: int
-    n1: int
-    start: int
-    stop: int
-    lo: int
-    hi: int
+    first_head: int
+    stop_head: int
+    first_row: int
+    stop_row: int
+    first_column: int
+    stop_column: int
     p_NGRM: Tensor
     keys_NR: Tensor
 
@@ -91,14 +91,14 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> 
     differentiable = torch.is_grad_enabled() and q_BHGQD.requires_grad
     B, H, G, Q, _ = q_BHGQD.shape
     # square: no keys but the prompt's own, all of which a row sees up to itself (a plain causal mask)
-    square = keys.past == 0 and keys.deaths_BHT is None and (geometry.sliding is None or geometry.sliding >= Q)
+    square = keys.columns_before == 0 and keys.deaths_BHT is None and (geometry.sliding is None or geometry.sliding >= Q)
     q = rearrange(q_BHGQD, "b h g q d -> b (h g) q d")
     if q.device.type == "cpu" and not differentiable and (square or _all_see_the_past(keys, geometry)):
         out, lse = _attend_cpu(q, keys, geometry)
         lse = rearrange(lse, "b (h g) q -> b h g q", g=G)
         # with ALiBi the log-sum-exp is relative to one far token: too coarse for exp(x - lse)
         return rearrange(out, "b (h g) q d -> b h g q d", g=G), lse if geometry.slopes_HG is None else None
-    if square and not keys.holes and geometry.slopes_HG is None:
+    if square and not keys.may_have_empty and geometry.slopes_HG is None:
         k, v = _per_head(q, keys.k_BHTD, keys.v_BHTD, None)
         grouped = k.shape[1] != q.shape[1]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=geometry.scale, enable_gqa=grouped)
@@ -108,7 +108,7 @@ def attend(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> 
 
 def _all_see_the_past(keys: Keys, geometry: Geometry) -> bool:
     """Tell whether there are keys before the prompt's own, and every row sees all of them with the same bias."""
-    return keys.past > 0 and keys.deaths_BHT is None and geometry.sliding is None and geometry.slopes_HG is None
+    return keys.columns_before > 0 and keys.deaths_BHT is None and geometry.sliding is None and geometry.slopes_HG is None
 
 
 def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor, Tensor]:
@@ -116,13 +116,13 @@ def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor,
 
     If the cache had keys before the prompt, they and the prompt's own keys are attended to apart, and the results joined.
     """
-    past, T = keys.past, keys.k_BHTD.shape[2]
+    past, T = keys.columns_before, keys.k_BHTD.shape[2]
     if not past:
         return _call_flash(q_BNQD, keys, geometry, causal=True)
     new, old = keys.columns(past, T), keys.columns(0, past)
     out, lse = _call_flash(q_BNQD, new, geometry, causal=True)
     # empty slots or padding
-    if keys.holes:  # the kernel gives 0 for a row that sees no key
+    if keys.may_have_empty:  # the kernel gives 0 for a row that sees no key
         unseen = ((new.positions_BHT >= 0).cumsum(-1) == 0).repeat_interleave(q_BNQD.shape[1] // new.k_BHTD.shape[1], 1)
         lse = lse.masked_fill(unseen, -torch.inf)
     return join_parts((out, lse), _call_flash(q_BNQD, old, geometry, causal=False))
@@ -167,7 +167,7 @@ def _call_flash(q_BNQD: Tensor, keys: Keys, geometry: Geometry, causal: bool) ->
     q, k, v = _of_one_size(q_BNQD, keys.k_BHTD, keys.v_BHTD)  # keys and values padded to one size
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(q, k, v, 0.0, causal, attn_mask=bias, scale=geometry.scale)
-    if keys.holes and not causal:
+    if keys.may_have_empty and not causal:
         none = (keys.positions_BHT < 0).all(-1).repeat_interleave(q_BNQD.shape[1] // keys.k_BHTD.shape[1], 1)
         lse = lse.masked_fill(none[..., None], -torch.inf)  # with `causal`, `_attend_cpu` does so before it joins parts
     return out[..., : keys.v_BHTD.shape[-1]], lse
@@ -184,14 +184,14 @@ def _key_bias(keys: Keys, geometry: Geometry, dtype: torch.dtype, shared: bool) 
 
     The bias is the same for all queries: [B|1,H*G|1,1,T] if all heads hold the same positions (`shared`), else [B,H,1,T].
     """
-    if not keys.holes and geometry.slopes_HG is None:
+    if not keys.may_have_empty and geometry.slopes_HG is None:
         return None
     positions = keys.positions_BHT[:, :1] if shared else keys.positions_BHT
     bias = torch.zeros(positions.shape, dtype=accumulator(dtype), device=positions.device)[:, :, None]
     if geometry.slopes_HG is not None:
         slopes, newest = geometry.slopes_HG.reshape(1, -1, 1, 1).to(bias.dtype), positions.amax(-1, keepdim=True)
         bias = _find_alibi(slopes, positions[:, :, None], newest[:, :, None], geometry)  # relative to the newest key
-    return bias.masked_fill(positions[:, :, None] < 0, -torch.inf) if keys.holes else bias
+    return bias.masked_fill(positions[:, :, None] < 0, -torch.inf) if keys.may_have_empty else bias
 
 
 def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
@@ -204,7 +204,7 @@ def _attend_masked(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geome
     k_BHTD, v_BHTD, dtype = keys.k_BHTD, keys.v_BHTD, q_BHGQD.dtype
     if geometry.slopes_HG is not None:  # ALiBi's bias exceeds half precision
         q_BHGQD, k_BHTD, v_BHTD = (t.to(accumulator(dtype)) for t in (q_BHGQD, k_BHTD, v_BHTD))
-    alike = keys.past == 0 and keys.deaths_BHT is None  # one mask serves all heads
+    alike = keys.columns_before == 0 and keys.deaths_BHT is None  # one mask serves all heads
     heads = H * G if geometry.slopes_HG is not None else (1 if alike else H)
 
     def attend_rows(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, start: int, stop: int) -> Tensor:
@@ -336,8 +336,8 @@ def _find_columns(keys: Keys, geometry: Geometry, start: int, stop: int) -> tupl
     """Return the range [lo, hi) of key columns that rows [start, stop) of a prompt can see, for `observe` and `mask_blocks`."""
     lo = 0
     if geometry.sliding is not None and keys.ordered:  # no window reaches further back, and a chunk's may reach less far
-        lo = max(keys.past + start - geometry.sliding + 1, 0)
-    return lo, keys.past + stop
+        lo = max(keys.columns_before + start - geometry.sliding + 1, 0)
+    return lo, keys.columns_before + stop
 
 
 def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, stop: int, lo: int, hi: int) -> Tensor:
@@ -346,16 +346,16 @@ def _find_visible(keys: Keys, rows_BQ: Tensor, geometry: Geometry, start: int, s
     `_attend_masked` and `_attend_special` call it for each block: rows [start, stop), key columns [lo, hi). In a replay
     `deaths_BHT` has the position at which each key was evicted.
     """
-    positions = keys.positions_BHT[:, :1] if keys.past == 0 else keys.positions_BHT
+    positions = keys.positions_BHT[:, :1] if keys.columns_before == 0 else keys.positions_BHT
     positions, rows = positions[:, :, None, lo:hi], rows_BQ[:, None, start:stop, None]
     column = torch.arange(lo, hi, device=rows.device)
-    row = keys.past + torch.arange(start, stop, device=rows.device)[:, None]
+    row = keys.columns_before + torch.arange(start, stop, device=rows.device)[:, None]
     visible = (column <= row) & (positions >= 0)
     if geometry.sliding is not None:
         visible = visible & (positions >= find_oldest(geometry.sliding, rows))  # first position in a row's window or chunk
     if keys.deaths_BHT is not None:
         visible = visible & (rows < keys.deaths_BHT[:, :, None, lo:hi])
-    return visible | ((column == row) & ~visible.any(-1, keepdim=True)) if keys.holes else visible
+    return visible | ((column == row) & ~visible.any(-1, keepdim=True)) if keys.may_have_empty else visible
 
 
 # ---- statistics ----
@@ -388,7 +388,7 @@ def observe(
         count: whether to set `ProbabilityRows.keys_NR`.
         out: attention output [B,H,G,Q,D] to fill; None if it is not needed.
         ends: for each row the number of key columns up to its own, where `q_BHGQD` has only some of the prompt's rows: the
-            causal mask then compares positions. None: row i's own column is `keys.past + i`.
+            causal mask then compares positions. None: row i's own column is `columns_before + i`.
     """
     B, H, G, Q, _ = q_BHGQD.shape
     dtype = accumulator(q_BHGQD.dtype)  # of sums: float32 for 16 bits
@@ -401,7 +401,7 @@ def observe(
     lse_NGQ = lse.flatten(0, 1) if lse is not None and usable else None
     out_NGQD = None if out is None else out.view(B * H, G, Q, -1)
     mask = _Mask(keys, rows_BQ, geometry, ends)
-    ends = range(keys.past + 1, keys.past + Q + 1) if ends is None else ends
+    ends = range(keys.columns_before + 1, keys.columns_before + Q + 1) if ends is None else ends
     sinks_NG11 = None if geometry.sinks_HG is None else geometry.sinks_HG.repeat(B, 1)[:, :, None, None]
     blocks = [  # rows [start, stop), which see keys in columns [lo, hi)
         (start, stop, _find_columns(keys, geometry, start, stop)[0], ends[stop - 1])
@@ -500,7 +500,7 @@ class _Mask:
         self.keys, self.geometry, self.ends = keys, geometry, ends
         self.future: Tensor | None = None  # of the tallest block so far
         B, H, _ = keys.positions_BHT.shape
-        self.padded = keys.holes
+        self.padded = keys.may_have_empty
         self.positions_NT = keys.positions_BHT.flatten(0, 1)
         self.rows_NQ = rows_BQ[:, None].expand(B, H, -1).flatten(0, 1)
         if geometry.slopes_HG is not None:
@@ -537,7 +537,7 @@ class _Mask:
         """
         if self.ends is None and not self.padded and self.geometry.sliding is None:
             row_R = torch.arange(start, stop, device=x_NGRM.device)
-            return (self.keys.past + 1 + row_R).expand(len(x_NGRM), -1)
+            return (self.keys.columns_before + 1 + row_R).expand(len(x_NGRM), -1)
         return (x_NGRM[:, 0] > -torch.inf).sum(-1)
 
     def zero_padding(self, p_NGRM: Tensor, n0: int, n1: int, start: int, stop: int) -> None:
@@ -568,7 +568,7 @@ def find_greatest(
         lse_BHGQ: log-sum-exp of the rows, if a kernel returned it.
         factor_BQ: positive factor of each row's probabilities; None for 1.
     """
-    (B, H, G, Q, _), past, dtype = q_BHGQD.shape, keys.past, accumulator(q_BHGQD.dtype)
+    (B, H, G, Q, _), past, dtype = q_BHGQD.shape, keys.columns_before, accumulator(q_BHGQD.dtype)
     # rows see unequal keys, or logits are needed
     if lse_BHGQ is None or not _all_see_the_past(keys, geometry) or geometry.softcap is not None:
         return _greatest_of_all(q_BHGQD, keys, rows_BQ, geometry, factor_BQ)
@@ -590,14 +590,14 @@ def find_greatest(
                 x_NTR = torch.baddbmm(minus_N1Q[query_heads, :, block], k, q_NQD[query_heads, block].to(dtype).transpose(1, 2))
                 most_NT[query_heads] = torch.maximum(most_NT[query_heads], x_NTR.amax(-1))
     most_BHGT = most_NT.view(B, H, G, past)
-    if keys.holes:
+    if keys.may_have_empty:
         most_BHGT.masked_fill_(keys.positions_BHT[:, :, None, :past] < 0, -torch.inf)
     return most_BHGT.exp_()
 
 
 def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, factor_BQ: Tensor | None) -> Tensor:
     """Return what `find_greatest` returns, for layers with a window, ALiBi or capped logits, or without a log-sum-exp."""
-    (B, H, G, Q, _), past = q_BHGQD.shape, keys.past
+    (B, H, G, Q, _), past = q_BHGQD.shape, keys.columns_before
     most_NGT = torch.zeros(B * H, G, past, dtype=accumulator(q_BHGQD.dtype), device=q_BHGQD.device)
     factor_NQ = None
     if factor_BQ is not None:
@@ -605,10 +605,10 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
 
     def keep_highest(rows: ProbabilityRows) -> None:
         """Raise `most_NGT` in place to the probabilities of a block; `observe` calls it for each."""
-        block = most_NGT[rows.n0 : rows.n1, :, rows.lo : rows.hi]
+        block = most_NGT[rows.first_head : rows.stop_head, :, rows.first_column : rows.stop_column]
         p = rows.p_NGRM[..., : block.shape[2]]
         if factor_NQ is not None:
-            p = p * factor_NQ[rows.n0 : rows.n1, None, rows.start : rows.stop, None]
+            p = p * factor_NQ[rows.first_head : rows.stop_head, None, rows.first_row : rows.stop_row, None]
         torch.maximum(block, p.amax(2), out=block)
 
     observe(q_BHGQD, keys, rows_BQ, geometry, None, keep_highest, ends=range(past + 1, past + Q + 1))
@@ -643,7 +643,7 @@ def window_sums(
     total_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
 
     def add(rows: ProbabilityRows) -> None:
-        total_NT[rows.n0 : rows.n1, rows.lo : rows.hi] += rows.p_NGRM.sum((1, 2))
+        total_NT[rows.first_head : rows.stop_head, rows.first_column : rows.stop_column] += rows.p_NGRM.sum((1, 2))
 
     observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, add, ends=_find_ends(keys, W, last))
     return total_NT.view(B, H, T) / G
@@ -675,9 +675,12 @@ def window_folds(
     v_NTD = keys.v_BHTD.flatten(0, 1)
 
     def fold_rows(rows: ProbabilityRows) -> None:
-        """Join to `found_NT` in place what `fold` makes of a block of rows; `observe` calls it for each."""
-        heads = slice(rows.n0, rows.n1)
-        p = F.pad(rows.p_NGRM, (rows.lo, T - rows.hi))
+        """Join to `found_NT` in place, by `join`, the number for each key that `fold` makes of a block; `observe` calls it.
+
+        A block has some heads (N) and some rows. candidate_NT: keys before the window, in text order.
+        """
+        heads = slice(rows.first_head, rows.stop_head)
+        p = F.pad(rows.p_NGRM, (rows.first_column, T - rows.stop_column))
         p = p.gather(-1, order_NT[heads, None, None].expand_as(p))  # columns in text order
 
         def values() -> Tensor:
@@ -696,7 +699,7 @@ def _find_ends(keys: Keys, W: int, last: bool) -> Sequence[int]:
     `window_folds` call it.
     """
     T = keys.k_BHTD.shape[2]
-    return range(T - W + 1, T + 1) if last and not keys.holes else [T] * W
+    return range(T - W + 1, T + 1) if last and not keys.may_have_empty else [T] * W
 
 
 def window_logits(q_BHGWD: Tensor, k_BHTD: Tensor, positions_BHT: Tensor, rows_BW: Tensor, geometry: Geometry) -> Tensor:
@@ -778,7 +781,7 @@ def _clamp_logits(x: Tensor) -> Tensor:
 
 def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.dtype) -> Tensor | None:
     """Return the bias of `step`'s logits [B,H,1|G,T]: ALiBi, and -inf for masked keys; None if there is no bias."""
-    if not keys.holes and geometry.slopes_HG is None and geometry.sliding is None:
+    if not keys.may_have_empty and geometry.slopes_HG is None and geometry.sliding is None:
         return None
     positions = keys.positions_BHT
     if geometry.slopes_HG is None:
@@ -786,7 +789,7 @@ def _step_bias(keys: Keys, newest_B11: Tensor, geometry: Geometry, dtype: torch.
     else:
         slopes = geometry.slopes_HG[None, :, :, None].to(accumulator(dtype))
         bias = _find_alibi(slopes, positions[:, :, None], newest_B11[:, :, None], geometry)
-    if keys.holes:
+    if keys.may_have_empty:
         bias = bias.masked_fill((positions < 0)[:, :, None], -torch.inf)
     if geometry.sliding is not None:
         # before the window or chunk

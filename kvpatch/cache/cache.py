@@ -36,19 +36,18 @@ class EvictingCache(TextState):
         Models and transformers ask, to number new tokens. layer_idx: any layer's number in the decoder. Steps of compiled code
         are counted first; while such code is traced the result is a 0-d tensor.
         """
-        if torch.compiler.is_compiling() and self.counters.device is not None:
-            return self.counters.device.columns  # type: ignore[return-value]
+        if torch.compiler.is_compiling() and self.counters.tensors_or_none is not None:
+            return self.counters.tensors_or_none.columns  # type: ignore[return-value]
         self.catch_up()
-        if self.settings.stack is not None:  # the cache has only some of the decoder's layers
-            numbers = self.settings.numbers  # that these have in the decoder
-            layer_idx = numbers.index(layer_idx) if layer_idx in numbers else 0
+        if self.settings.layer_numbers is not None:  # the cache has only some of the decoder's layers, with these `numbers`
+            layer_idx = self.settings.numbers.index(layer_idx) if layer_idx in self.settings.numbers else 0
         checks.check_layer("layer_idx", layer_idx, len(self.layers))
-        return self.layers[layer_idx].seen
+        return self.layers[layer_idx].columns_read
 
     @property
     def is_compileable(self) -> bool:
         """True if generate() may compile the decode step by itself."""
-        return self.request.room is not None and self.settings.stack is None
+        return self.plans.static_room is not None and self.settings.layer_numbers is None
 
     @property
     def is_croppable(self) -> bool:
@@ -56,7 +55,7 @@ class EvictingCache(TextState):
 
         Assisted decoding of transformers 5.24 asks for it.
         """
-        stack = self.settings.stack  # a hybrid's layers with keys or states; None: all layers have keys
+        stack = self.settings.layer_numbers  # a hybrid's layers with keys or states; None: all layers have keys
         states_croppable = stack is None or stack.croppable or not stack.states
         return states_croppable and all(layer.record_past for layer in self.layers)
 
@@ -65,7 +64,7 @@ class EvictingCache(TextState):
         checks.check_layer("layer", layer, len(self.layers))
         slot_layer = self.layers[layer]
         checks.check_filled(slot_layer.is_initialized)
-        return slot_layer.positions[:, :, : slot_layer.used].clone()
+        return slot_layer.positions[:, :, : slot_layer.columns_used].clone()
 
     def held(self, layer: int) -> Tensor:
         """Count the tokens that each KV head holds, int64 [B, Hkv]."""
@@ -104,7 +103,7 @@ class EvictingCache(TextState):
         self.catch_up()  # count the steps of compiled code
         with self.reading("clone()"):  # raises if another thread changes the cache
             new = copy.deepcopy(self)
-        new.record = copy.copy(self.record)  # of the passes over this cache, for reports
+        new.pass_record = copy.copy(self.pass_record)  # of the passes over this cache, for reports
         return new
 
     def __copy__(self) -> EvictingCache:
@@ -115,15 +114,14 @@ class EvictingCache(TextState):
     def __deepcopy__(self, memo: dict[int, object]) -> EvictingCache:
         """Copy all state of the text, for `clone()`. The copy shares the settings, and constants of the model (`of_model`)."""
         new = memo[id(self)] = super().__copy__()
-        of_model = (self.make_table, *(item for layer in self.layers for item in (layer.geometry, layer.output_rows)))
+        of_model = (self.make_rotary_table, *(item for layer in self.layers for item in (layer.geometry, layer.output_rows)))
         memo.update({id(item): item for item in of_model if item is not None})  # deepcopy leaves these as they are
         vars(new).update(copy.deepcopy(self._copy_attributes(), memo))
         return new
 
     def _copy_attributes(self) -> dict[str, Any]:
         """Return the attributes of a copy by name; bound steps and stacked layers are left out, for the copy makes its own."""
-        due = self.stacked or self.stack_due
-        return {**vars(self), "record": None, "steps": None, "now": None, "stack_due": due}
+        return {**vars(self), "pass_record": None, "steps": None, "now": None, "stack_due": self.stacked or self.stack_due}
 
     @writable
     def select_rows(self, rows: int | list[int] | Tensor) -> EvictingCache:
@@ -149,17 +147,18 @@ class EvictingCache(TextState):
         limits_by_id = {id(layer.limits): new_layer.limits for layer, new_layer in zip(self.layers, new.layers, strict=True)}
         for layer, new_layer in zip(self.layers, new.layers, strict=True):
             new_layer.limits = limits_by_id[id(layer.limits)]  # layers that shared protected sizes share them again
-        new.record = copy.copy(self.record)
+        new.pass_record = copy.copy(self.pass_record)
         return new
 
     def _copy_sharing(self) -> EvictingCache:
         """Return a copy for `select_rows` to select rows of. Until then it shares the tensors of layers, states and ids."""
-        uncopied = (self.make_table, None if self.counters.device is None else self.counters.device.tape_BN)
+        tensors = self.counters.tensors_or_none
+        uncopied = (self.make_rotary_table, None if tensors is None else tensors.tape_BN)
         new, memo = super().__copy__(), {id(item): item for item in uncopied}
-        attributes = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared", "ids"))  # set below
+        attributes = self._copy_attributes() | dict.fromkeys(("layers", "states", "shared_score", "ids"))  # set below
         vars(new).update(copy.deepcopy(attributes, memo))
         new.layers, new.states = [layer.copy_sharing() for layer in self.layers], self.states.copy_sharing()
-        new.shared, new.ids = self.shared, self.ids
+        new.shared_score, new.ids = self.shared_score, self.ids
         return new
 
     @staticmethod
@@ -186,7 +185,8 @@ class EvictingCache(TextState):
     def _map_rows(self, what: str, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor whose first axis is the batch by `change` of it, which selects, reorders or repeats rows.
 
-        Of concatenated texts the longest row left sets the counters. what: the public method that calls this, for errors.
+        `select_rows` and the methods below call it. what: the method, for errors. Of concatenated texts, whose rows differ in
+        length, the longest row left sets the counters of columns and steps; so they shrink when a longer one goes.
         """
         with self.changing(what):
             self.catch_up()
@@ -195,65 +195,65 @@ class EvictingCache(TextState):
             except BaseException:  # an error with the first tensor leaves the cache unchanged
                 self.end_change()
                 raise
-            self.drop_stack(due=False)  # layers stacked for decoding get buffers of their own
+            self.unstack_layers(due=False)  # layers stacked for decoding get buffers of their own
             for layer in self.layers:
                 layer.map_rows(change)
             self.states.map_rows(change)
             before_B, self.seen_B, counters, turns = self.seen_B, seen_B, self.counters, self.turns
-            self.shared = None if self.shared is None else change(self.shared)  # a score that all layers share
-            counters.shortfall_B = None if counters.shortfall_B is None else change(counters.shortfall_B)  # steps behind others
-            counters.span_B = None if counters.span_B is None else change(counters.span_B)  # of temperature, in steps
+            self.shared_score = None if self.shared_score is None else change(self.shared_score)
+            pair = (counters.steps_behind_B, counters.temperature_steps_B)
+            counters.steps_behind_B, counters.temperature_steps_B = (None if one is None else change(one) for one in pair)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)  # padding after tokens
             self.ids = self.ids.map_rows(change)
-            self.read_by = None if self.read_by is None else self.read_by.map_rows(change)  # the model that read them
-            if counters.device is not None:
-                counters.device.tape_BN = change(counters.device.tape_BN)  # ids of the newest compiled steps
+            self.model_stamp = None if self.model_stamp is None else self.model_stamp.map_rows(change)  # of the model
+            if counters.tensors_or_none is not None:
+                counters.tensors_or_none.tape_BN = change(counters.tensors_or_none.tape_BN)  # ids of the newest compiled steps
             self.lifetimes = None if self.lifetimes is None else self.lifetimes.map_rows(change)
-            if turns.open:  # a prompt that comes in several passes goes on
+            if turns.unfinished:  # a prompt that comes in several passes goes on; begin_B: tokens of each row before it
                 turns.begin_B = change(torch.tensor(turns.begin_B, device="cpu")).tolist()
-            if self.rows.joined and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
-                counters.device, columns = None, int(self.seen_B.max())
-                self.rows.edited -= min(self.seen - columns, self.rows.edited)  # `edited`: columns at the last edit
+            if self.rows.concatenated and self.seen_B is not None:  # no mask counts its columns: they are the longest row's
+                counters.tensors_or_none, columns = None, int(self.seen_B.max())
+                self.rows.columns_at_edit -= min(self.columns_read - columns, self.rows.columns_at_edit)
                 self.ids.keep_last(columns)
                 for layer in self.layers:
-                    layer.seen = columns
+                    layer.columns_read = columns
                 counters.keep_rows(columns)
             if self._may_shrink(before_B):
                 editing.trim_slots(self)
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at row i, for beam search after each step. `lifetimes.lost` keeps dropped rows for replay()."""
-        self.check_finished()
+        """Put row `beam_idx[i]` at row i, for beam search after each step. `lifetimes` keeps `dropped_rows` for replay()."""
+        self.refuse_unfinished()
         checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
         self._map_rows("reorder_cache()", lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
         if self.lifetimes is not None:
-            self.lifetimes.lost = lost
+            self.lifetimes.dropped_rows = lost
 
     @writable
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these batch rows alone, as when other texts have ended: int64 indices, or a bool mask [B]."""
-        self.check_finished()
+        self.refuse_unfinished()
         index = checks.check_rows(indices, self.seen_B)
         self._map_rows("batch_select_indices()", lambda tensor: tensor[index.to(tensor.device), ...])
 
     @writable
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Replace each row by `repeats` copies of it, for several continuations of a text."""
-        self.check_finished()
+        self.refuse_unfinished()
         check_count("repeats", repeats, "copies of each row")
         self._map_rows("batch_repeat_interleave()", lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def _may_shrink(self, before_B: Tensor | None) -> bool:
-        """Tell `_map_rows` if fewer slots may be enough: some head has empty ones (holes), and rows can differ.
+        """Tell `_map_rows` if fewer slots may be enough: some head may have empty ones, and rows can differ.
 
         before_B: lengths before. If they stay, beams may only have been reordered, unless rows may hold unequally many tokens.
         """
-        if before_B is None or self.seen_B is None or not any(layer.holes for layer in self.layers):
+        if before_B is None or self.seen_B is None or not any(layer.may_have_empty for layer in self.layers):
             return False
-        may_differ = any(layer.every > 1 or isinstance(layer.mode, Moving) for layer in self.layers)
-        may_differ = may_differ or self.rows.joined or self.rows.edited > 0 or self.turns.count > 1
+        may_differ = any(layer.evict_interval > 1 or isinstance(layer.mode, Moving) for layer in self.layers)
+        may_differ = may_differ or self.rows.concatenated or self.rows.columns_at_edit > 0 or self.turns.prompts_read > 1
         return may_differ or set(before_B.tolist()) != set(self.seen_B.tolist())
 
     # ---- editing ----
@@ -290,8 +290,7 @@ class EvictingCache(TextState):
         """Roll back the last tokens exactly: keys, values, positions, scores and free slots.
 
         Args:
-            tokens_to_remove: the number of tokens, negated, as in transformers; a positive number is the length to crop to, as
-                before transformers 5.15.
+            tokens_to_remove: their number, negated, as in transformers; if positive, the length to crop to (before 5.15).
 
         Raises:
             KVPatchError: the steps were not recorded (call `activate_past_recording()` before them), or a hybrid's recurrent

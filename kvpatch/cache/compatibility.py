@@ -24,7 +24,7 @@ def check_compatible(caches: Sequence[TextState]) -> None:
                 f"Cache {index} is a {type(cache).__name__}: only caches that the patched model filled can be concatenated: "
                 f"give {CACHE} of its output."
             )
-        cache.check_finished()
+        cache.refuse_unfinished()
         cache.catch_up()
         _check_one(index, cache)
         _check_same(index, caches[0], cache)
@@ -33,14 +33,14 @@ def check_compatible(caches: Sequence[TextState]) -> None:
 
 def _check_one(index: int, cache: TextState) -> None:
     """For `check_compatible`: raise KVPatchError if a cache cannot be joined with any other. index: its place in the list."""
-    if cache.turns.open:  # a prompt is not read to its end
+    if cache.turns.unfinished:  # a prompt is not read to its end
         raise KVPatchError(f"Cache {index} is in the middle of a prompt: read it to its end, then concatenate.")
-    if not cache.turns.count or cache.seen_B is None:
+    if not cache.turns.prompts_read or cache.seen_B is None:
         raise KVPatchError(f"Cache {index} has read no prompt: run one through it first.")
-    if cache.request.room is not None:
+    if cache.plans.static_room is not None:
         raise KVPatchError(
-            f"Cache {index} was made with room={cache.request.room} (or by a generate() that compiles), for buffers that never "
-            "change: concatenating makes new ones. Make it without room."
+            f"Cache {index} was made with room={cache.plans.static_room} (or by a generate() that compiles), for buffers that "
+            "never change: concatenating makes new ones. Make it without room."
         )
     if cache.counts_padding:
         raise KVPatchError(
@@ -66,9 +66,9 @@ def _check_same(index: int, first: TextState, cache: TextState) -> None:
 def _check_reader(index: int, first: TextState, cache: TextState) -> None:
     """For `check_compatible`: raise KVPatchError if two models read the caches, or weights changed; adapters may differ.
 
-    `read_by`: a fingerprint (stamp) of the model that has read a cache; None: not known, and nothing is checked.
+    `model_stamp`: a fingerprint of the model that has read a cache; None: not known, and nothing is checked.
     """
-    stamp, first_stamp = cache.read_by, first.read_by
+    stamp, first_stamp = cache.model_stamp, first.model_stamp
     # differs(): (what, there, here), or None if nothing differs
     changed = None if stamp is None or first_stamp is None else stamp.with_adapters(first_stamp.adapters).differs(first_stamp)
     if changed is not None:

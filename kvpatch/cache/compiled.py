@@ -42,7 +42,7 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
     if cache.settings.untraced is not None:  # the reason that no step can be traced under these settings
         return False
     # a prompt is not read to its end, an operation did not finish, or no pass has made the counters that are tensors
-    if Q != 1 or cache.turns.open or cache.unfinished or cache.counters.device is None or cache.seen_B is None:
+    if Q != 1 or cache.turns.unfinished or cache.unfinished or cache.counters.tensors_or_none is None or cache.seen_B is None:
         return False
     if cache.seen_B.shape[0] != B or any(layer.record_past for layer in cache.layers):
         return False
@@ -51,9 +51,9 @@ def can_trace(cache: TextState, B: int, Q: int) -> bool:
     if cache.settings.renumbered:  # a key's position is its rank among the keys held
         if cache.rotary is None:
             return False
-        if cache.rotary[1] is not None and any(layer.mode.filling or not layer.mode.evicts for layer in cache.layers):
+        if cache.rotary[1] is not None and any(layer.mode.steps_until_full or not layer.mode.evicts for layer in cache.layers):
             return False  # the rotary table covers only the ranks so far
-    if cache.request.room is None and any(layer.mode.growing and layer.mode.evicts for layer in cache.layers):
+    if cache.plans.static_room is None and any(layer.mode.has_short_heads and layer.mode.evicts for layer in cache.layers):
         return False  # buffers will move to larger ones, without room= for all coming tokens
     modes = [layer.mode for layer in cache.layers]
     # the next token goes into a free slot of each head, which eviction or spare slots (slack) provide
@@ -71,7 +71,7 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
         torch._assert_async(real_BT[:, -1:].bool().all(), "attention_mask marks a generated token as padding.")
     if max_positions is not None:
         torch._assert_async((cache.lengths_B < max_positions).all(), NO_POSITIONS)
-    if any(layer.mode.growing for layer in cache.layers):  # up to `limit` columns there is room
+    if any(layer.mode.has_short_heads for layer in cache.layers):  # up to `limit` columns there is room
         torch._assert_async(cache.counters.tensors.columns < cache.counters.tensors.limit, NO_ROOM)
     if cache.keeps_ids:
         cache.counters.tensors.write_tape(ids_B1)
@@ -79,7 +79,7 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
     cache.now = Forward(cache.lengths_B[:, None], 0, False, traced=True)
     for layer in cache.layers:
         layer.traced = True
-    cache.now.table = None if cache.rotary is None else cache.rotary[1]  # the last rotary table
+    cache.now.rotary_table = None if cache.rotary is None else cache.rotary[1]  # the last one made
 
 
 def end_step(cache: TextState) -> None:
@@ -90,7 +90,7 @@ def end_step(cache: TextState) -> None:
     cache.lengths_B.add_(1)
     cache.counters.tensors.advance(1, 1, False)  # by one column and one decode step
     cache.now = None  # else its tensors would be outputs of the graph
-    cache.counters.stale = True
+    cache.counters.has_uncounted_steps = True
 
 
 def mark_static(cache: TextState) -> None:
@@ -111,8 +111,8 @@ def list_holders(cache: TextState) -> list[dict[str, Any]]:
         offsets = layer.kv.head_offsets
         blocks = None if offsets is None else offsets.blocks()  # cut now: a traced step cannot
         kv = layer.kv
-        # notes: what the policy remembers of the layer
-        parts = (layer, layer.mode, kv, kv.codecs[0], offsets, blocks, layer.limits, layer.geometry, *layer.notes.values())
+        # need_notes: what the policy remembers of the layer
+        parts = (layer, layer.mode, kv, kv.codecs[0], offsets, blocks, layer.limits, layer.geometry, *layer.need_notes.values())
         found += [vars(part) for part in parts if part is not None]
         found.append(layer.state)
     return list({id(holder): holder for holder in found}.values())

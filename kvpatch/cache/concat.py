@@ -50,7 +50,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
     had been emptied.
     """
     cache.begin_change("concatenate(consume=True)")
-    cache.drop_stack()  # stacked layers are views of common tensors
+    cache.unstack_layers()  # stacked layers are views of common tensors
     cache.steps = cache.now = None  # prepared decode steps hold the layers' buffers
     try:
         yield
@@ -68,26 +68,27 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     """
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
-    new.rows.joined = True  # rows are at different positions of their texts
+    new.rows.concatenated = True  # rows are at different positions of their texts
     new.seen_B = torch.cat([seen_B.to(seen[0].device) for seen_B in seen])
-    new.turns.count = max(cache.turns.count for cache in caches)  # prompts read
-    sums = [cache.shared for cache in caches if cache.shared is not None]  # a score that all layers share, by position
-    new.shared = join_padded(sums, 0) if sums else None
+    new.turns.prompts_read = max(cache.turns.prompts_read for cache in caches)
+    sums = [cache.shared_score for cache in caches if cache.shared_score is not None]  # by position
+    new.shared_score = join_padded(sums, 0) if sums else None
     new.lifetimes = Lifetimes.join_parts([cache.lifetimes for cache in caches])  # when tokens were evicted
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
     columns, limits = int(new.lengths_B.max()), _JoinedLimits()
-    new.rows.edited = columns if any(cache.rows.edited for cache in caches) else 0  # crop() cannot go back over an edit
-    new.read_by = ModelStamp.join_parts([cache.read_by for cache in caches], [len(cache.lengths_B) for cache in caches])
+    edited = any(cache.rows.columns_at_edit for cache in caches)
+    new.rows.columns_at_edit = columns if edited else 0  # crop() cannot go back over an edit
+    new.model_stamp = ModelStamp.join_parts([cache.model_stamp for cache in caches], [len(cache.lengths_B) for cache in caches])
     if new.keeps_ids:
         new.ids = TokenIds.join_parts([(cache.ids, cache.lengths_B) for cache in caches], columns)
     for index, layer in enumerate(new.layers):
         _join_layer(layer, [cache.layers[index] for cache in caches], limits)
-        layer.seen = columns
+        layer.columns_read = columns
         if consume:
             for cache in caches:
                 cache.layers[index].reset()
-    new.drop_stack(due=True)  # stack layers (to step as one) before the next decode step
+    new.unstack_layers(due=True)  # stack layers (to step as one) before the next decode step
     return new
 
 
@@ -106,27 +107,26 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
     """Set `new.counters` of a joined cache: the decode steps since the prompt, and how far each row is from that number.
 
     `_join_caches` calls it. A policy may change a softmax temperature step by step, over a span of steps. Only then it keeps
-    per row: `shortfall_B`, how many steps fewer the row has taken than the farthest, and `span_B`, that span.
+    per row: `steps_behind_B`, how many fewer the row has taken than the farthest, and `temperature_steps_B`, that span.
     """
     policy, steps, spans = new.settings.policy, [], list[Tensor]()
     for cache in caches:
-        shortfall_B = cache.counters.shortfall_B
-        shortfall_B = (
-            torch.zeros(len(cache.lengths_B), dtype=torch.float64, device="cpu") if shortfall_B is None else shortfall_B.cpu()
-        )
-        steps.append(cache.counters.steps - shortfall_B)
+        B, behind_B = len(cache.lengths_B), cache.counters.steps_behind_B
+        behind_B = torch.zeros(B, dtype=torch.float64, device="cpu") if behind_B is None else behind_B.cpu()
+        steps.append(cache.counters.steps - behind_B)
         # the span of each row: its cache's, unless rows of that cache have spans of their own
-        row_spans_B, common_spans_B = cache.counters.span_B, steps[-1].new_full((len(cache.lengths_B),), cache.span())
-        spans.append(common_spans_B if row_spans_B is None or cache.request.new_tokens else row_spans_B.cpu())
+        row_spans_B = cache.counters.temperature_steps_B
+        common_spans_B = behind_B.new_full((B,), cache.count_temperature_steps())
+        spans.append(common_spans_B if row_spans_B is None or cache.plans.new_tokens else row_spans_B.cpu())
     steps_B = torch.cat(steps)
     new.counters.steps = int(steps_B.max())
     if policy.needs.temperature(0, 8) == policy.needs.temperature(8, 8):  # a constant temperature
         return
     if bool((steps_B < new.counters.steps).any()):
-        new.counters.shortfall_B = (new.counters.steps - steps_B).to(new.lengths_B.device)
+        new.counters.steps_behind_B = (new.counters.steps - steps_B).to(new.lengths_B.device)
     span_B = torch.cat(spans)
-    if bool((span_B != new.span()).any()):
-        new.counters.span_B = span_B.to(new.lengths_B.device)
+    if bool((span_B != new.count_temperature_steps()).any()):
+        new.counters.temperature_steps_B = span_B.to(new.lengths_B.device)
 
 
 class _JoinedLimits:
@@ -164,10 +164,10 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
         new.limits = limits.join([part.limits for part in parts if part.limits is not None])
     for head_tensor in HEAD_TENSORS:  # with a number for each head, such as its budget
         setattr(new, head_tensor.name, head_tensor.join(parts))
-    for name, note in first.notes.items():  # what the policy remembers of the layer
-        new.notes[name] = type(note).cat([part.notes[name] for part in parts])
+    for name, note in first.need_notes.items():  # what the policy remembers of the layer
+        new.need_notes[name] = type(note).cat([part.need_notes[name] for part in parts])
     # keys, values, positions and state; counts: tokens of each head
-    counts = [int(n) for part in parts for n in (part.positions[:, :, : part.used] >= 0).sum(-1).flatten().tolist()]
+    counts = [int(n) for part in parts for n in (part.positions[:, :, : part.columns_used] >= 0).sum(-1).flatten().tolist()]
     goals = _list_goals(parts)  # slots of each head at its budget
     joined = first.kv.join_in_place([part.kv for part in parts[1:]], max(goals or (0,)))
     if joined is not None:
@@ -177,9 +177,9 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
         _copy_tokens(new, parts)
     # the mode says where the next token goes
     if isinstance(first.mode, Moving):  # the budget follows the text
-        new.used = new.positions.shape[2]
+        new.columns_used = new.positions.shape[2]
         new.start_moving(counts, goals)
-        new.contiguous, new.floor = False, new.used  # slots out of text order; crop() takes none of them back
+        new.in_text_order, new.first_croppable = False, new.columns_used
     else:
         _set_mode(new, counts, goals, moved=joined is None)
 
@@ -193,14 +193,14 @@ def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
     new, before = copy.copy(part), layer.kv.nbytes
     new.reset()
     _join_layer(new, [part], _JoinedLimits())
-    new.seen, new.limits = part.seen, part.limits  # layers that share their limits can be stacked
+    new.columns_read, new.limits = part.columns_read, part.limits  # layers that share their limits can be stacked
     vars(layer).update(vars(new))  # the same object, for prepared decode steps hold it
     cache.meter.now += layer.kv.nbytes - before  # bytes allocated
 
 
 def _list_goals(parts: list[SlotLayer]) -> list[int] | None:
     """Return the slots that each head of the joined layer needs at its budget; None if no token is evicted."""
-    goals = [part.list_goals() for part in parts]
+    goals = [part.list_slot_goals() for part in parts]
     return None if any(of_part is None for of_part in goals) else [goal for of_part in goals for goal in of_part or ()]
 
 
@@ -214,8 +214,8 @@ def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goa
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]
     centre_BH1D = torch.cat(centres) if centres else None  # that keys of 8 or 4 bits are rounded around
-    # plan(): a layout, with spare slots for coming tokens; exactly: no fewer of them if it is ragged
-    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.count_spare, exactly=new.every > 1), centre_BH1D)
+    # dense or ragged, with spare slots for coming tokens; exactly: a ragged layout, too, gets all spare slots
+    new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.count_spare, exactly=new.evict_interval > 1), centre_BH1D)
     C = new.kv.width  # slots of each head, of the longest if ragged
     new.positions = like.positions.new_full((B, H, C), -1)
     for part in parts:
@@ -231,10 +231,10 @@ def _take_joined(new: SlotLayer, parts: list[SlotLayer], joined: Slots) -> None:
     concatenated, padded to the joined width. A part that lacks a statistic gets zeros of it.
     """
     new.kv, C = joined, joined.width  # C: slots of each head
-    new.positions = torch.cat([fit_columns(part.positions[:, :, : part.used], C, -1) for part in parts])
+    new.positions = torch.cat([fit_columns(part.positions[:, :, : part.columns_used], C, -1) for part in parts])
     examples = {name: tensor for part in parts for name, tensor in part.state.items()}
     new.state = {
-        name: torch.cat([fit_columns(part.statistic(name, like)[:, :, : part.used], C, 0) for part in parts])
+        name: torch.cat([fit_columns(part.statistic(name, like)[:, :, : part.columns_used], C, 0) for part in parts])
         for name, like in examples.items()
     }
 
@@ -247,7 +247,7 @@ def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
     # heads are numbered over the whole batch; find_begins(): where each one's slots begin among the flattened slots
     first_head, C = 0, new.positions.shape[2]
     for part in parts:
-        positions = part.positions[:, :, : part.used].flatten(0, 1)
+        positions = part.positions[:, :, : part.columns_used].flatten(0, 1)
         order, count_N1 = sort_by_position(positions)  # slots in text order, and how many hold tokens
         head, slot = (torch.arange(order.shape[1], device=order.device) < count_N1).nonzero(as_tuple=True)
         source = order[head, slot]  # the slot that the token comes from
@@ -262,20 +262,19 @@ def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved:
     """Set the mode of a layer that was just filled: the next token is appended, goes into a free slot, or makes a head evict.
 
     `_join_layer` calls it, unless the budget follows the text. counts: tokens of each head. goals: slots of each head at its
-    budget; None: nothing is evicted. moved: tokens fill the first slots of each head. `filling`: steps until all heads are at
-    their budget. `holes`: some slots may be empty while a query attends.
+    budget; None: nothing is evicted. moved: tokens fill the first slots of each head.
     """
     C, longest = new.positions.shape[2], max(counts)
     next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:
-        filling = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
+        steps = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
         # an eviction of several tokens leaves several slots empty, though all were taken when the parts were joined
-        new.holes = new.kv.head_offsets is not None or filling > 0 or min(counts) + 1 < C or new.every > 1
-        new.start_evicting(filling, next_BH if moved else None)
+        new.may_have_empty = new.kv.head_offsets is not None or steps > 0 or min(counts) + 1 < C or new.evict_interval > 1
+        new.start_evicting(steps, next_BH if moved else None)
     elif not new.kv.appends:  # slots to which no columns can be appended
-        new.holes = True
+        new.may_have_empty = True
         new.start_growing(next_BH)
     else:
-        new.used, new.holes = longest, min(counts) < longest
+        new.columns_used, new.may_have_empty = longest, min(counts) < longest
         new.start_appending()
-    new.contiguous, new.floor = False, new.used  # slots out of text order; crop() takes none of them back
+    new.in_text_order, new.first_croppable = False, new.columns_used

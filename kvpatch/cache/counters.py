@@ -13,14 +13,14 @@ from .token_ids import TAPE, UNKNOWN
 class DeviceCounters:
     """Counters as 0-d tensors that every pass advances, for steps under torch.compile.
 
-    columns: columns seen, int64; limit: columns up to which there is room, int64. steps: decode steps since the prompt,
-    float32; span: steps over which a score's temperature changes, float32. tape_BN: ids of the newest traced steps, int64, that
-    of a column in the place of its number modulo N.
+    columns: columns read, int64; limit: columns up to which there is room, int64. steps: decode steps since the prompt,
+    float32; temperature_steps: over which a score's temperature changes, float32. tape_BN: ids of the newest traced steps,
+    int64, that of a column in the place of its number modulo N.
     """
 
     def __init__(self, device: torch.device, B: int = 1, room: int = 0) -> None:
         self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
-        self.steps, self.span = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.steps, self.temperature_steps = torch.zeros((), device=device), torch.zeros((), device=device)
         self.tape_BN = torch.full((B, max(TAPE, room)), UNKNOWN, device=device)
 
     def write_tape(self, ids_B1: Tensor | None) -> None:
@@ -53,31 +53,30 @@ class DeviceCounters:
 class StepCounters:
     """Decode steps since the prompt.
 
-    steps: of the row that has taken the most. shortfall_B: how many fewer each row has taken, [B] float64, if a temperature
-    depends on it. span_B: steps over which each row's temperature changes, [B] float64, if the rows were asked for different
-    numbers of tokens. device: the same in tensors, for steps under torch.compile. stale: `steps` does not count such steps
-    yet.
+    steps: of the row that has taken the most. steps_behind_B: how many fewer each row has taken, [B] float64, if a temperature
+    depends on it. temperature_steps_B: over which each row's temperature changes, [B] float64, if the rows were asked for
+    different numbers of tokens. tensors_or_none: counters for steps under torch.compile, of which has_uncounted_steps tells.
     """
 
     steps: int = 0
-    shortfall_B: Tensor | None = None
-    span_B: Tensor | None = None
-    device: DeviceCounters | None = None
-    stale: bool = False
+    steps_behind_B: Tensor | None = None
+    temperature_steps_B: Tensor | None = None
+    tensors_or_none: DeviceCounters | None = None
+    has_uncounted_steps: bool = False
 
     @property
     def tensors(self) -> DeviceCounters:
-        """`device`, once a pass has ended."""
-        assert self.device is not None
-        return self.device
+        """`tensors_or_none`, once a pass has ended."""
+        assert self.tensors_or_none is not None
+        return self.tensors_or_none
 
     def keep_rows(self, columns: int) -> None:
         """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left.
 
         `EvictingCache._map_rows` calls it for a cache of concatenated texts, whose rows differ.
         """
-        if self.shortfall_B is None:
+        if self.steps_behind_B is None:
             self.steps = min(self.steps, columns)  # a row has taken no more steps than it has columns
         else:
-            least = int(self.shortfall_B.min())  # steps that even the farthest of the rows is behind
-            self.steps, self.shortfall_B = self.steps - least, self.shortfall_B - least
+            least = int(self.steps_behind_B.min())  # steps that even the farthest of the rows is behind
+            self.steps, self.steps_behind_B = self.steps - least, self.steps_behind_B - least

@@ -30,7 +30,7 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
     Also notes these tokens as evicted for replays, and that crop() cannot go back over the edit.
     """
     check_state(cache, "forget()")
-    refuse("forget", cache.settings.combine())  # raises if a combination of settings excludes it
+    refuse("forget", cache.settings.list_features())  # raises if a combination of settings excludes it
     gone_BT = mark_gone(cache, spans, row, "forget()")
     # a position that is not below the row's number of tokens counts padding, too
     if cache.rows.gaps_B is not None and bool((cache.layers[0].positions.amax((1, 2)) >= cache.read_B).any()):
@@ -38,13 +38,13 @@ def forget(cache: TextState, spans: Sequence[Span], row: int | None) -> None:
             "forget() in a text with padding between its tokens, whose positions count the padding: read the text without it."
         )
     with cache.changing("forget()"):
-        cache.drop_stack()  # layers have separate buffers again, which are replaced
+        cache.unstack_layers()  # layers have separate buffers again, which are replaced
         for index, layer in enumerate(cache.layers):
             _take_out(cache, layer, gone_BT.to(layer.device))  # copies the other tokens to new buffers
             if cache.lifetimes is not None:
                 cache.lifetimes.note_evictions(index, layer.positions, cache.lengths_B.to(layer.device)[:, None, None])
-        cache.rows.edited = cache.seen
-        cache.counters.device = None  # the next pass makes it anew
+        cache.rows.columns_at_edit = cache.columns_read
+        cache.counters.tensors_or_none = None  # the next pass makes it anew
 
 
 def refuse_reading(*args: object, **kwargs: object) -> NoReturn:
@@ -60,13 +60,13 @@ def check_state(cache: TextState, what: str) -> None:
     `forget` and `check_replaced` call it before an edit. Compiled steps are counted first (`catch_up`).
     """
     checks.check_filled(cache.seen_B is not None)
-    cache.check_finished()
+    cache.refuse_unfinished()
     cache.catch_up()
-    if cache.turns.open:
+    if cache.turns.unfinished:
         raise KVPatchError(f"{what} in the middle of a prompt: read it to its end, then edit.")
-    if cache.request.room is not None:
+    if cache.plans.static_room is not None:
         raise KVPatchError(
-            f"{what} moves buffers, and this cache was made with room={cache.request.room} (or by a generate() that "
+            f"{what} moves buffers, and this cache was made with room={cache.plans.static_room} (or by a generate() that "
             "compiles) for buffers that never change: make it without room."
         )
     if any(layer.storage is not None for layer in cache.layers):
@@ -127,7 +127,7 @@ def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
 
     `forget` and `drop_last` call it for each layer. A layer that holds none of these tokens stays as it is.
     """
-    positions = layer.positions[:, :, : layer.used]
+    positions = layer.positions[:, :, : layer.columns_used]
     clamped_BHT = positions.clamp(0, gone_BT.shape[1] - 1)
     gone_BHT = gone_BT[:, None].expand(-1, positions.shape[1], -1).gather(2, clamped_BHT) & (positions >= 0)
     if not bool(gone_BHT.any()):
@@ -135,7 +135,7 @@ def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
     # a copy of the layer in which the slots of these tokens are empty, to take the others from
     part = copy.copy(layer)
     part.positions = layer.positions.clone()
-    part.positions[:, :, : layer.used].masked_fill_(gone_BHT, -1)
+    part.positions[:, :, : layer.columns_used].masked_fill_(gone_BHT, -1)
     lay_out_anew(cache, layer, part)
 
 
@@ -145,40 +145,40 @@ def _take_out(cache: TextState, layer: SlotLayer, gone_BT: Tensor) -> None:
 def crop(cache: TextState, tokens_to_remove: int) -> None:
     """Roll back the last tokens of all layers, counters and ids, for `EvictingCache.crop`, which says what the argument means.
 
-    A cache of an assistant model (`request.drafts`) that cannot do it is emptied instead.
+    A cache of an assistant model (`plans.may_roll_back`) that cannot do it is emptied instead.
     """
-    cache.check_finished()
+    cache.refuse_unfinished()
     cache.catch_up()
-    count = checks.count_removed(tokens_to_remove, cache.seen)
+    count = checks.count_removed(tokens_to_remove, cache.columns_read)
     if count == 0:
         return
-    if cache.seen - count < cache.rows.edited:
+    if cache.columns_read - count < cache.rows.columns_at_edit:
         raise KVPatchError(
-            f"Cannot roll back {count} tokens: the text was edited after {cache.rows.edited}. Take back "
-            f"{cache.seen - cache.rows.edited} at most, or go on from a clone() made before the edit."
+            f"Cannot roll back {count} tokens: the text was edited after {cache.rows.columns_at_edit}. Take back "
+            f"{cache.columns_read - cache.rows.columns_at_edit} at most, or go on from a clone() made before the edit."
         )
     settings = cache.settings
     if not can_crop(cache, count):
-        if cache.request.drafts:
+        if cache.plans.may_roll_back:
             cache.reset()
             return
-        refuse("roll-back", settings.combine(crop=count))  # raises if settings exclude it; else the steps were not recorded
+        refuse("roll-back", settings.list_features(crop=count))  # raises if settings exclude it; else steps were not recorded
         raise KVPatchError(
             f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
             "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
         )
     with cache.changing("crop()"):
-        cache.drop_stack(due=False)  # layers have separate buffers again
+        cache.unstack_layers(due=False)  # layers have separate buffers again
         shared_scores = [layer.crop(count) for layer in cache.layers]
         cache.states.crop(count)
-        cache.shared = cache.shared if shared_scores[0] is None else shared_scores[0]  # a score that all layers share
+        cache.shared_score = cache.shared_score if shared_scores[0] is None else shared_scores[0]
         cache.seen_B = cache.lengths_B - count
         if cache.lifetimes is not None:
             cache.lifetimes.crop(cache.seen_B)  # when tokens were evicted
         cache.counters.steps = max(cache.counters.steps - count, 0)
-        cache.counters.device = None  # the next pass makes it anew
-        cache.ids.crop(cache.seen)
-        if not cache.seen:
+        cache.counters.tensors_or_none = None  # the next pass makes it anew
+        cache.ids.crop(cache.columns_read)
+        if not cache.columns_read:
             cache.turns = Turns()  # the next prompt is a text's first
         trim_slots(cache)
 
@@ -188,14 +188,14 @@ def drop_last(cache: TextState, count: int) -> None:
 
     Tokens that these have evicted do not come back.
     """
-    n_left = cache.seen - count
+    n_left = cache.columns_read - count
     with cache.changing("crop()"):
-        gone_BT = torch.arange(cache.seen, device="cpu")[None] >= n_left
+        gone_BT = torch.arange(cache.columns_read, device="cpu")[None] >= n_left
         for layer in cache.layers:
             _take_out(cache, layer, gone_BT.to(layer.device))
-            layer.seen = n_left
+            layer.columns_read = n_left
         cache.seen_B = cache.lengths_B - count
-        cache.counters.device = None  # the next pass makes it anew
+        cache.counters.tensors_or_none = None  # the next pass makes it anew
         cache.ids.crop(n_left)
 
 
@@ -205,12 +205,12 @@ def can_crop(cache: TextState, count: int) -> bool:
     A policy `remembers` if its sums of attention include that of later tokens, and `revises` if later tokens of a prompt change
     what is stored with earlier ones.
     """
-    settings = cache.settings
-    inside = cache.counters.steps < count < cache.seen  # the crop ends inside a prompt, whose first tokens stay
+    settings, n_read = cache.settings, cache.columns_read
+    inside = cache.counters.steps < count < n_read  # the crop ends inside a prompt, whose first tokens stay
     pairs = zip(settings.evicts, settings.policies, strict=True)
     remembers = [evicts and (policy.remembers or (inside and policy.revises)) for evicts, policy in pairs]
     croppable = all(layer.can_crop(count, remembered) for layer, remembered in zip(cache.layers, remembers, strict=True))
-    return croppable and cache.seen - count >= cache.rows.edited and cache.states.can_crop(count, cache.seen)
+    return croppable and n_read - count >= cache.rows.columns_at_edit and cache.states.can_crop(count, n_read)
 
 
 def trim_slots(cache: TextState) -> None:
@@ -219,7 +219,7 @@ def trim_slots(cache: TextState) -> None:
     `_map_rows` and `crop` call it at their end.
     """
     for layer in cache.layers:
-        if cache.request.room is None:
+        if cache.plans.static_room is None:
             layer.give_back_slots()
         else:
             layer.measure_room()  # its buffers never change

@@ -69,54 +69,54 @@ class Forward:
 
     positions_BQ: -1 for padding. padding: of the prompt's columns; None if there is none. rows_BQ: positions of the queries, if
     padding after a row's tokens attends to them as it does in the unpatched model; else None. protect_BQ: columns that the
-    user's `protect=` marks, or None. prompt: number of columns that belong to the prompt. ends_prompt: the prompt (or block) is
-    complete with them. n_B: tokens of each row so far, known where a prompt ends. recording: the undo log records the decode
+    user's `protect=` marks, or None. prompt_columns: the first so many belong to the prompt. ends_prompt: the prompt (or block)
+    is complete with them. n_B: tokens of each row so far, known where a prompt ends. records_undo: the undo log gets the decode
     steps of this pass. first_step: decode steps between the prompt and this pass.
 
-    Known where a prompt or a block ends: budget_n_B, the tokens that a share `k` refers to; fixed_B, tokens below this
+    Known where a prompt or a block ends: share_base_B, the tokens that a share `k` refers to; kept_below_B, tokens below this
     position are kept outside the budget; keeps_all, nothing is evicted; rows_B, query rows of the prompt (or block);
     final, decode steps may follow; reserve, columns that the next block needs.
 
-    repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. table: of
-    rotary positions, if keys are cached without them. blocks: the prompt block by block; packing_BQ: its columns with
-    each row's own tokens first, if some are padding. traced: a decode step inside a graph of torch.compile. waiting: layers
-    whose prompt has ended and that wait to evict, for the last layer of one budget or a second reading (attention/compress.py).
-    span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
+    repeatable: computed alike with and without gradients, for a pass that gradient checkpointing runs twice. rotary_table: if
+    keys are cached without rotation. blocks: the prompt block by block; packing_BQ: its columns with each row's own tokens
+    first, if some are padding. traced: a decode step inside a graph of torch.compile. waiting_layers: those whose prompt has
+    ended and that wait to evict, for the last layer of one budget or a second reading (attention/compress.py).
+    quota_span_BQ: the columns' spans of `quota=` (policies/quotas.py), or None.
     shared_keys: by layer, what its queries saw, for layers that use its keys: of a prompt's columns, and of each other column.
-    reread_BN: token ids of the prompt that ends here, -1 for padding, if it is to be read a second time; else None. ahead_B1:
-    how far the model's positions are ahead of those counted from 0, as such a reading must know; None: not at all. repeat: the
-    pass is a part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends
+    reread_ids_BN: of the prompt that ends here, -1 for padding, if it is to be read a second time; else None.
+    position_offset_B1: of the model's positions from those counted from 0, for such a reading; None: 0. repeat: the pass is a
+    part of such a reading. edit: the pass reads tokens into the middle of the text; None: at its end. lender: lends
     each layer the earlier tokens, of which the cache itself holds none (cache/lossless.py), or None.
     """
 
     positions_BQ: Tensor
-    prompt: int
+    prompt_columns: int
     ends_prompt: bool
     n_B: list[int] = field(default_factory=list)
     padding: Padding | None = None
     protect_BQ: Tensor | None = None
-    recording: bool = False
+    records_undo: bool = False
     first_step: int = 0
-    budget_n_B: list[int] = field(default_factory=list)
-    fixed_B: list[int] | None = None
+    share_base_B: list[int] = field(default_factory=list)
+    kept_below_B: list[int] | None = None
     keeps_all: bool = False
     rows_B: list[int] = field(default_factory=list)
     final: bool = True
     reserve: int = 0
     repeatable: bool = False
     rows_BQ: Tensor | None = None
-    table: Any = None
+    rotary_table: Any = None
     blocks: list[Forward] = field(default_factory=list)
     packing_BQ: Tensor | None = None
     traced: bool = False
-    waiting: list[Any] = field(default_factory=list)
+    waiting_layers: list[Any] = field(default_factory=list)
     shared_keys: dict[int, list[Any]] = field(default_factory=dict)
-    reread_BN: Tensor | None = None
-    ahead_B1: Tensor | None = None
+    reread_ids_BN: Tensor | None = None
+    position_offset_B1: Tensor | None = None
     repeat: Repeat | None = None
     edit: Edit | None = None
     lender: Lender | None = None
-    span_BQ: Tensor | None = None
+    quota_span_BQ: Tensor | None = None
     _shared: dict[tuple[Hashable, torch.device], Tensor] = field(default_factory=dict)
 
     @property
@@ -182,8 +182,9 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
     columns that puts each row's tokens first. before_B, after_B: tokens of each row before and after these columns. final: the
     prompt ends with them.
     """
-    # of the prompt's columns: positions, marks of `protect=`, and spans of `quota=`
-    P, positions_BQ, protect_BQ, span_BQ = now.prompt, now.positions_BQ[:, : now.prompt], now.protect_BQ, now.span_BQ
+    # of the prompt's columns: marks of `protect=`, spans of `quota=`, and positions
+    P, protect_BQ, span_BQ = now.prompt_columns, now.protect_BQ, now.quota_span_BQ
+    positions_BQ = now.positions_BQ[:, :P]
     if now.padding is not None:
         now.packing_BQ = (positions_BQ < 0).long().argsort(dim=1, stable=True)
         positions_BQ = positions_BQ.gather(1, now.packing_BQ)
@@ -199,21 +200,21 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
         blocks.append(
             Forward(
                 positions_BQ[:, start:stop],
-                prompt=stop - start,
+                prompt_columns=stop - start,
                 ends_prompt=True,  # layers evict after each block
                 n_B=[before + min(count, stop) for before, count in zip(before_B, counts_B, strict=True)],
                 padding=_describe_padding(rows_B, stop - start),
                 protect_BQ=None if protect_BQ is None else protect_BQ[:, start:stop],
                 first_step=now.first_step,
-                budget_n_B=now.budget_n_B,  # tokens that a share `k` refers to
-                fixed_B=now.fixed_B,  # tokens below this position are kept outside the budget
+                share_base_B=now.share_base_B,
+                kept_below_B=now.kept_below_B,
                 keeps_all=now.keeps_all,
                 rows_B=rows_B,
                 final=final and stop == P,
                 reserve=min(block, P - stop) or block,  # columns that the next block needs
                 repeatable=now.repeatable,  # for gradient checkpointing
-                table=now.table,  # of rotary positions
-                span_BQ=None if span_BQ is None else span_BQ[:, start:stop],
+                rotary_table=now.rotary_table,
+                quota_span_BQ=None if span_BQ is None else span_BQ[:, start:stop],
             )
         )
     return blocks

@@ -26,7 +26,7 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
     Raises:
         KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.
     """
-    cache.check_finished()
+    cache.refuse_unfinished()
     _check_past(cache, past, ids_known)
     seen, entries = int(past.get_seq_length()), []  # int: a static cache counts in a tensor, and adds to it
     for index, (_, past_layer) in enumerate(zip(cache.layers, past.layers, strict=True)):
@@ -65,14 +65,14 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
             tokens = NewTokens(keys, values, positions, 1, index, settings.seed, settings.parallel.first(H))
             extras = settings.policies[index].entry(tokens)
         layer.append(keys, values, positions, extras)
-        layer.seen, layer.holes = seen, not bool(real.all())  # holes: some slots are empty
-        if layer.holes:  # as a pass of the patch describes its padding (attention/prefill.py)
+        layer.columns_read, layer.may_have_empty = seen, not bool(real.all())
+        if layer.may_have_empty:  # as a pass of the patch describes its padding (attention/prefill.py)
             real_held = real[:, -T:]
-            layer.floor = int((~real_held * torch.arange(1, T + 1, device=real_held.device)).amax())  # crop() stops there
-            layer.contiguous = not bool((real_held[:, :-1] & ~real_held[:, 1:]).any())  # no padding after a token
+            layer.first_croppable = int((~real_held * torch.arange(1, T + 1, device=real_held.device)).amax())
+            layer.in_text_order = not bool((real_held[:, :-1] & ~real_held[:, 1:]).any())  # no padding after a token
         if index == 0:
             cache.seen_B, gaps_B = places[:, -1] + 1, ((places >= 0) & ~real).sum(-1)
-            cache.rows.padded = layer.holes
+            cache.rows.padded = layer.may_have_empty
             if cache.settings.by_columns and bool(gaps_B.any()):
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
 
@@ -87,7 +87,7 @@ def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")
-    refuse("a filled cache", settings.combine(past=kind, unknown=not ids_known))  # raises if settings exclude it
+    refuse("a filled cache", settings.list_features(past=kind, unknown=not ids_known))  # raises if settings exclude it
     if len(past.layers) != len(cache.layers):
         raise KVPatchError(
             f"past has {len(past.layers)} layers, but this model has {len(cache.layers)}: give a cache that this model filled."

@@ -16,23 +16,23 @@ _UNFINISHED = (
 class MutationGuard:
     """Guard of a mutable object.
 
-    operations: changes that have begun and not ended, by kind. changes: how many have begun so far. was_read: the object was
-    copied, saved, joined or reported on.
+    in_progress: changes that have begun and not ended, by kind: "change", or "stale" (`catch_up`). n_changes: how many have
+    begun so far. was_read: the object was copied, saved, joined or reported on.
     """
 
-    operations: dict[str, list[str]]
-    changes: int
+    in_progress: dict[str, list[str]]
+    n_changes: int
     was_read: bool
 
     @property
     def unfinished(self) -> bool:
         """True if a change was begun and not ended: it is running in some thread, or was interrupted."""
-        return bool(self.operations)
+        return bool(self.in_progress)
 
-    def check_finished(self) -> None:
+    def refuse_unfinished(self) -> None:
         """Raise KVPatchError if a change of the cache was begun and has not ended."""
-        if self.operations:
-            raise KVPatchError(_UNFINISHED.format(next(iter(self.operations.values()))[0]))
+        if self.in_progress:
+            raise KVPatchError(_UNFINISHED.format(next(iter(self.in_progress.values()))[0]))
 
     def begin_change(self, what: str) -> None:
         """Mark that `what` has begun: a pass (`passes.begin`), or a change of the cache (`changing`).
@@ -42,15 +42,15 @@ class MutationGuard:
         Raises:
             KVPatchError: another operation is running, or was not finished.
         """
-        self.check_finished()
+        self.refuse_unfinished()
         mine = [what]
-        if self.operations.setdefault("change", mine) is not mine:  # atomic: of two threads one comes first
+        if self.in_progress.setdefault("change", mine) is not mine:  # atomic: of two threads one comes first
             raise KVPatchError(_UNFINISHED.format(what))
-        self.changes += 1  # reading() compares it
+        self.n_changes += 1  # reading() compares it
 
     def end_change(self) -> None:
         """Clear the mark: the operation ended, or was refused before anything changed."""
-        self.operations.pop("change", None)
+        self.in_progress.pop("change", None)
 
     @contextmanager
     def changing(self, what: str) -> Iterator[None]:
@@ -65,8 +65,8 @@ class MutationGuard:
     @contextmanager
     def reading(self, what: str) -> Iterator[None]:
         """Run a block that copies (`clone`), saves or joins the cache; raise if another thread changes it meanwhile."""
-        self.check_finished()
-        changes, self.was_read = self.changes, True  # was_read: the user did something with the cache
+        self.refuse_unfinished()
+        changes, self.was_read = self.n_changes, True  # was_read: the user did something with the cache
         yield
-        if self.unfinished or self.changes != changes:
+        if self.unfinished or self.n_changes != changes:
             raise KVPatchError(f"Another thread changed this cache during {what}: give each thread a cache of its own.")

@@ -30,35 +30,35 @@ def check_cache(cache: TextState) -> None:
 
 def check_state(cache: TextState) -> None:
     """For `check_cache`, or a loaded cache: raise InvalidError if the cache contradicts itself, its policy or its budget."""
-    seen_B, seen = cache.seen_B, cache.layers[0].seen
+    seen_B, seen, unfinished = cache.seen_B, cache.layers[0].columns_read, cache.turns.unfinished
     if seen_B is None:
-        must(all(layer.seen == 0 for layer in cache.layers), "an empty cache has seen tokens")  # must(): raises InvalidError
+        must(all(layer.columns_read == 0 for layer in cache.layers), "an empty cache has seen tokens")
         return
-    must(all(layer.seen == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
+    must(all(layer.columns_read == seen for layer in cache.layers), "its layers have seen different numbers of tokens")
     most, fewest = int(seen_B.max()), int(seen_B.min())
-    # without padding a row has as many tokens as columns, or fewer if caches were concatenated (joined)
-    agree = cache.rows.padded or cache.turns.open or (most == seen and (cache.rows.joined or fewest == seen))
-    agree = agree and most <= seen and (fewest > 0 or cache.turns.open)
+    # without padding a row has as many tokens as columns, or fewer if caches were concatenated
+    agree = cache.rows.padded or unfinished or (most == seen and (cache.rows.concatenated or fewest == seen))
+    agree = agree and most <= seen and (fewest > 0 or unfinished)
     must(agree, f"{seen} columns were seen, and {fewest} to {most} tokens of its rows")
     must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
-    gaps_B, shortfall_B = cache.rows.gaps_B, cache.counters.shortfall_B  # padding after tokens; steps behind other rows
+    gaps_B, behind_B = cache.rows.gaps_B, cache.counters.steps_behind_B  # padding after tokens; steps behind other rows
     if gaps_B is not None:
         must((gaps_B >= 0) & (gaps_B <= seen_B), "gaps_B is no number of columns")
-    if shortfall_B is not None:
-        must((shortfall_B >= 0) & (shortfall_B <= cache.counters.steps), "shortfall_B is no number of steps")
-    if cache.shared is not None:  # a score that all layers share
-        grows = cache.settings.policy.schedule != "prompt"  # else decode steps add nothing to it
-        must(cache.shared.shape[-1] > seen or not grows, f"shared has room for {cache.shared.shape[-1]} of {seen + 1} tokens")
+    if behind_B is not None:
+        must((behind_B >= 0) & (behind_B <= cache.counters.steps), "shortfall_B is no number of steps")
+    if cache.shared_score is not None:
+        grows, room = cache.settings.policy.schedule != "prompt", cache.shared_score.shape[-1]  # grows: in decode steps
+        must(room > seen or not grows, f"shared has room for {room} of {seen + 1} tokens")
     _check_common_budget(cache, seen_B)
     for index, layer in enumerate(cache.layers):
         layer_seen_B = seen_B.to(layer.device)
         # with an adaptive budget a head may get no token, and what a head held may have been forgotten
-        empty = cache.settings.policies[index].over_heads is not None or cache.turns.open or cache.rows.edited > 0
+        empty = cache.settings.policies[index].over_heads is not None or unfinished or cache.rows.columns_at_edit > 0
         with _name_layer(index):
-            if layer.mode.evicts and not cache.turns.open:
+            if layer.mode.evicts and not unfinished:
                 _check_budget(cache, index, layer, layer_seen_B)
             if layer.is_initialized:
-                _LayerState(layer, layer_seen_B).check(least=0 if empty else 1, reading=cache.turns.open)
+                _LayerState(layer, layer_seen_B).check(least=0 if empty else 1, reading=unfinished)
 
 
 def check_bytes(cache: TextState) -> None:
@@ -67,12 +67,12 @@ def check_bytes(cache: TextState) -> None:
     `check_cache` calls it. Room that was asked for may be more, with a sixteenth of all slots on top (hooks/capacity.py). So
     may the room of the next block while a prompt is read in blocks.
     """
-    ahead = max(cache.request.room or 0, cache.settings.block or 0 if cache.turns.open else 0)
+    ahead = max(cache.plans.static_room or 0, cache.settings.block or 0 if cache.turns.unfinished else 0)
     for index, layer in enumerate(cache.layers):
         with _name_layer(index):
             if layer.is_initialized:
-                rounded = 0 if cache.request.room is None else slack(layer.kv.width)
-                _check_layer_bytes(layer, max(ahead, layer.waiting_slots) + rounded)  # waiting: for `every` > 1
+                rounded = 0 if cache.plans.static_room is None else slack(layer.kv.width)
+                _check_layer_bytes(layer, max(ahead, layer.waiting_slots) + rounded)  # waiting: for option every > 1
 
 
 @contextmanager
@@ -90,12 +90,12 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
     `check_state` calls it. It checks nothing before a prompt has ended, nor where one of these layers does not evict.
     """
     layers = [index for index in cache.settings.together if index < len(cache.layers)]
-    if cache.turns.open or not all(cache.layers[index].mode.evicts for index in layers):
+    if cache.turns.unfinished or not all(cache.layers[index].mode.evicts for index in layers):
         return
     divided_B, allowed_B = torch.zeros_like(seen_B), torch.zeros_like(seen_B)
     for index in layers:
         layer = cache.layers[index]
-        between_steps_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # every-th steps alone evict
+        between_steps_BH = layer.own_budget_BH1[..., 0] + layer.evict_interval - 1  # several may be evicted at once
         divided_B += between_steps_BH.sum(-1).to(seen_B.device)
         allowed_B += _bound_held(cache, index, layer, seen_B, ever=True).sum(-1).to(seen_B.device)
     # all processes share the budget, and the heads of a single one may have most of it
@@ -103,7 +103,7 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
 
 
 def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, ever: bool) -> Tensor:
-    """Return the most tokens [B,H] that each head may hold now, or at any step (`ever`).
+    """Return the most tokens [B,H] that each head may hold now; if `ever`, at any step of the text.
 
     `_check_budget` and `_check_common_budget` call it. Where heads share a budget, each gets their mean.
     """
@@ -119,7 +119,9 @@ def _bound_held(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor, 
 def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor) -> None:
     """Raise InvalidError if the policy cannot have given a head its budget, or if a head holds more than its budget.
 
-    `check_state` calls it for each layer that evicts in decode steps. If heads share its budget, their sum counts.
+    `check_state` calls it for each layer that evicts in decode steps, and so has `keep_BH1` (`own_budget_BH1`), what a head may
+    hold: that must be within what the settings ever allow (`ever`), and what it holds within what they allow now. If heads
+    share the layer's budget, their sum counts.
     """
     keep_BH, policy = layer.own_budget_BH1[..., 0], cache.settings.policies[index]
     must(layer.own_limits.prompt <= seen_B[:, None, None], "limits are of a longer text")
@@ -127,8 +129,8 @@ def _check_budget(cache: TextState, index: int, layer: SlotLayer, seen_B: Tensor
     must(keep_BH >= (0 if shared else 1), "keep_BH1 is below one token")
     if index in cache.settings.together:  # layers that share one budget: _check_common_budget checks them
         return
-    held_BH = (layer.positions >= 0).sum(-1)
-    for ever, count_BH, name in (True, keep_BH + layer.every - 1, "keep_BH1 is"), (False, held_BH, "the tokens of a head are"):
+    held_BH, between_BH = (layer.positions >= 0).sum(-1), keep_BH + layer.evict_interval - 1  # between: two evictions
+    for ever, count_BH, name in ((True, between_BH, "keep_BH1 is"), (False, held_BH, "the tokens of a head are")):
         most_BH = _bound_held(cache, index, layer, seen_B, ever)
         if shared:
             count_BH, most_BH = count_BH.sum(-1), most_BH.sum(-1) * cache.settings.parallel.size
@@ -147,7 +149,7 @@ class _LayerState:
         self.occupied = layer.positions >= 0
         self.held_BH = self.occupied.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
-        self.limit_BH = layer.kv.count_usable(layer.used, layer.mode.evicts).view_as(self.held_BH)  # slots in use
+        self.limit_BH = layer.kv.count_usable(layer.columns_used, layer.mode.evicts).view_as(self.held_BH)  # slots in use
 
     def check(self, least: int, reading: bool) -> None:
         """For `check_state`, between passes: raise InvalidError if the layer contradicts itself.
@@ -161,13 +163,14 @@ class _LayerState:
         must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
         must(~self.occupied | (self.column < self.limit_BH[..., None]), "tokens lie beyond the slots in use")
         must(self.held_BH >= least, f"a head holds fewer than {least} tokens")
-        must(layer.floor <= layer.used, f"{layer.floor} columns cannot be cropped, but only {layer.used} are in use")
-        if layer.contiguous:  # in text order, without gaps
+        first, used = layer.first_croppable, layer.columns_used
+        must(first <= used, f"{first} columns cannot be cropped, but only {used} are in use")
+        if layer.in_text_order:  # and without gaps
             oldest = p.masked_fill(~self.occupied, torch.iinfo(p.dtype).max).amin(-1, keepdim=True)
             rank = self.occupied.long().cumsum(-1) + oldest - 1
             must((layer.positions == rank) | ~self.occupied, "positions are not consecutive")
-            must(not layer.mode.slotted, "a layer in text order may not write into freed slots")
-        for name, note in layer.notes.items():  # what the policy remembers of the layer
+            must(not layer.mode.fills_free_slots, "a layer in text order may not write into freed slots")
+        for name, note in layer.need_notes.items():  # what the policy remembers of the layer
             if (wrong := note.find_contradiction(self.seen_B11)) is not None:
                 must(~wrong, f"its note {name!r} contradicts the number of tokens seen")
         mode = layer.mode
@@ -188,45 +191,42 @@ class _LayerState:
     def _check_appended(self) -> None:
         """For `check`: raise InvalidError if a layer whose tokens are appended has empty slots, or old tokens at the end."""
         layer, real = self.layer, self.occupied
-        must(layer.holes or (self.held_BH == layer.used), "slots are empty that should not be")
+        must(layer.may_have_empty or (self.held_BH == layer.columns_used), "slots are empty that should not be")
         newer = real.long().flip(-1).cumsum(-1).flip(-1)  # tokens from this column on, to roll them back
-        newest = (layer.positions == self.seen_B11 - newer) | ~real | (self.column < layer.floor)
+        newest = (layer.positions == self.seen_B11 - newer) | ~real | (self.column < layer.first_croppable)
         must(newest, "what was appended is not the newest")
 
     def _check_filling(self, mode: Filling) -> None:
-        """For `check`: raise InvalidError unless all heads reach their budget after the same number of steps, `mode.filling`.
-
-        In mode Filling tokens are appended until then, and no slot is empty (`holes`).
-        """
+        """For `check`: raise InvalidError unless no slot is empty, and each head is full in `steps_until_full` steps."""
         layer = self.layer
-        budget = layer.used + mode.filling - (layer.every - 1)
+        budget = layer.columns_used + mode.steps_until_full - (layer.evict_interval - 1)
         reaches_budget = layer.keep_BH1 is not None and bool((layer.keep_BH1 == budget).all())
-        must(not layer.holes and reaches_budget, "filling does not lead to the budget")
+        must(not layer.may_have_empty and reaches_budget, "filling does not lead to the budget")
 
     def _check_evicting(self, mode: Evicting) -> None:
         """For `check`: raise InvalidError unless each head has one slot free for the next token, or is below its budget.
 
-        `free_BH`: each head's next slot. `filling`: steps until all heads are at their budget. `growing`: some head has fewer
-        slots than its budget needs, and `slack` - `grown` tokens fit before its buffers must grow; `unfilled`: all heads have.
+        `free_BH`: each head's next slot. `steps_until_full`: until all are full. `has_short_heads`: some head has fewer slots
+        than its budget needs, and `slack` - `grown` tokens fit before its buffers must grow.
         """
         layer, free_BH = self.layer, mode.free_BH
-        keep_BH = layer.own_budget_BH1[..., 0] + layer.every - 1  # between steps
+        keep_BH = layer.own_budget_BH1[..., 0] + layer.evict_interval - 1  # between steps
         must(self.held_BH <= keep_BH, "a head holds more than its budget")
         below_BH = self.limit_BH <= keep_BH
         self._check_free(mode, below_BH, below_BH & (self.held_BH == self.limit_BH))
         # buffers of fewer slots than the budget needs: only then `slack` and `grown` count
-        must(mode.growing or mode.slack == mode.grown == 0, "slack where tokens are evicted")
+        must(mode.has_short_heads or mode.slack == mode.grown == 0, "slack where tokens are evicted")
         packed_BH = (free_BH == self.held_BH) & (self.occupied == (self.column < self.held_BH[..., None])).all(-1)
         must(~below_BH | packed_BH, "a head below its budget has gaps")
-        must(not mode.unfilled or below_BH, "a head may reach its budget where it says that none does")
-        if layer.holes:
+        must(not mode.all_heads_short or below_BH, "a head may reach its budget where it says that none does")
+        if layer.may_have_empty:
             self._check_all_used()
             missing = int((keep_BH - self.held_BH).max())
-            below = missing >= layer.every  # else all may have evicted, some more lately than others
-            must((missing if below else 0) <= mode.filling <= int(keep_BH.max()), "filling is not the steps to go")
+            below = missing >= layer.evict_interval  # else all may have evicted, some more lately than others
+            must((missing if below else 0) <= mode.steps_until_full <= int(keep_BH.max()), "filling is not the steps to go")
         else:
-            full = mode.filling == 0 and not mode.growing
-            must(full and (self.held_BH == layer.used - 1), "slots are empty that should not be")
+            full = mode.steps_until_full == 0 and not mode.has_short_heads
+            must(full and (self.held_BH == layer.columns_used - 1), "slots are empty that should not be")
 
     def _check_moving(self, mode: Moving) -> None:
         """For `check`: raise InvalidError if a head whose budget changes with the text holds more than it ever may.
@@ -234,21 +234,21 @@ class _LayerState:
         Every column is a slot. Each head has an empty one for the next token, or larger buffers are allocated before it.
         """
         layer = self.layer
-        must(layer.holes, "no slot may be empty where heads evict as their budget moves")
+        must(layer.may_have_empty, "no slot may be empty where heads evict as their budget moves")  # False says so
         self._check_all_used()
         must(self.held_BH <= layer.own_budget_BH1[..., 0], "a head holds more than it ever may")
         self._check_free(mode, self.limit_BH <= layer.own_budget_BH1[..., 0], self.held_BH == self.limit_BH)
         # slack: tokens that fit before buffers must grow; grown: how many of them have come
-        must(mode.growing or mode.slack == mode.grown == 0, "slack where no head may need more slots")
+        must(mode.has_short_heads or mode.slack == mode.grown == 0, "slack where no head may need more slots")
 
     def _check_free(self, mode: Slotted, short_BH: Tensor, full_BH: Tensor) -> None:
         """For `_check_evicting`, `_check_moving`: raise InvalidError if a free slot is taken, or fewer are free than counted.
 
-        short_BH: heads that may need more slots than they have; `mode.growing` says that there are some. full_BH: heads that
-        may have no free slot. `mode.slack` - `mode.grown`: tokens that still fit.
+        short_BH: heads that may need more slots than they have. full_BH: heads that may have no free slot. `mode.slack` -
+        `mode.grown`: tokens that still fit.
         """
         free_BH = mode.free_BH
-        must(mode.growing == bool(short_BH.any()), "growing is not what the slots say")
+        must(mode.has_short_heads == bool(short_BH.any()), "growing is not what the slots say")
         must((free_BH >= 0) & (free_BH < self.limit_BH + full_BH), "free_BH names no slot")
         slot = free_BH.clamp(max=len(self.column) - 1)[..., None]
         must(full_BH | (self.layer.positions.gather(-1, slot)[..., 0] < 0), "a free slot is taken")
@@ -258,9 +258,10 @@ class _LayerState:
         """For `check`: raise InvalidError if slots after each head's tokens are not free, in a layer that evicts nothing.
 
         `mode.slack`: tokens that fit after the prompt before buffers must grow. `mode.grown`: how many of them have come.
+        `layer.taken`: columns that hold tokens, the prompt's among them.
         """
         layer, free_BH = self.layer, mode.free_BH
-        must(layer.holes, "no slot may be empty where tokens go into free slots")
+        must(layer.may_have_empty, "no slot may be empty where tokens go into free slots")  # False says so
         self._check_all_used()
         must(mode.grown <= mode.slack, f"{mode.grown} of {mode.slack} free slots are taken")
         must(self.limit_BH - free_BH >= mode.slack - mode.grown, "fewer slots are free than it says")
@@ -272,7 +273,8 @@ class _LayerState:
 
     def _check_all_used(self) -> None:
         """Raise InvalidError unless each column is a slot in use, as in every layer that names free slots."""
-        must(self.layer.used == len(self.column), f"{self.layer.used} of {len(self.column)} columns are in use as slots")
+        used, columns = self.layer.columns_used, len(self.column)
+        must(used == columns, f"{used} of {columns} columns are in use as slots")
 
 
 def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
@@ -284,7 +286,7 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
 
     ahead: slots that each head may have free in any case, if room was asked for.
     """
-    columns = None if layer.mode.slotted else layer.used  # of appended tokens
+    columns = None if layer.mode.fills_free_slots else layer.columns_used  # of appended tokens
     counts = layer.counts()  # tokens of each head
     if isinstance(layer.mode, Moving) and layer.mode.packed_BH is not None:  # heads that shrank since keep their slots
         counts = list(map(max, counts, layer.mode.packed_BH.flatten().tolist()))
@@ -293,6 +295,6 @@ def _check_layer_bytes(layer: SlotLayer, ahead: int) -> None:
 
 
 def must(condition: object, message: str) -> None:
-    """Raise InvalidError with this message unless the condition holds (everywhere, for a tensor)."""
+    """Raise InvalidError with this message, which says what is wrong, unless the condition holds (everywhere, for a tensor)."""
     if not (bool(condition.all()) if isinstance(condition, Tensor) else condition):
         raise InvalidError(message)

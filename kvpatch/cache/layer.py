@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 class SlotLayer(Unpicklable, CacheLayerMixin):
-    """One layer's keys and values in `kv` (slots.py), and the state beside them. Of C columns the first `used` are in use.
+    """One layer's keys and values in `kv` (slots.py), and the state beside them. `columns_used` of C columns are in use.
 
     mode: where the next token goes (modes.py). positions [B,H,C] int64, -1 for an empty slot. state: tensors [B,H,C] or
-    [B,H,C,G] beside the keys. seen: columns of the text so far. holes: some used slots may be empty while a query attends
-    (padding, rows with different budgets). contiguous: columns are in text order without gaps. floor: number of columns that
-    cannot be cropped, because an eviction chose them or some rows' padding lies there.
+    [B,H,C,G] beside the keys. columns_read: of the text. may_have_empty: a used slot may be empty while a query attends
+    (padding, rows with different budgets). in_text_order: without gaps, too. first_croppable: the columns before it cannot be
+    cropped, because an eviction chose them or some rows' padding lies there.
     """
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
@@ -51,7 +51,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         statistics: names of the policy's sums of attention, which `state` keeps per slot. bits: of each stored number. every:
         tokens that a head evicts at once. latent: a value is a part of its key, and not stored.
         """
-        self.statistics, self.bits, self.every, self.latent = statistics, bits, every, latent
+        self.statistics, self.bits, self.evict_interval, self.latent = statistics, bits, every, latent
         self.storage: Callable[[Tensor, Tensor], Slots] | None = None  # of an engine, in place of buffers of the layer's own
         self.record_past = False  # steps are logged for crop(), if `activate_past_recording()` sets it
         self.reset()
@@ -63,17 +63,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.positions: Tensor = torch.empty(0, dtype=torch.long, device="cpu")  # in the text; -1: an empty slot
         self.state: dict[str, Tensor] = {}  # what the policy keeps per slot
         self.mode: Mode = Empty()  # where the next token goes
-        self.used = self.seen = 0  # columns of the buffers in use, and columns of the text so far
-        self.holes = False  # some used slots may be empty
+        self.columns_used = self.columns_read = 0  # of the buffers, and of the text
+        self.may_have_empty = False
         self.keep_BH1: Tensor | None = None  # tokens that each head may hold while decoding
         self.lost_BH1: Tensor | None = None  # scores of the tokens that each head has evicted, added up
         self.limits: Limits | None = None  # sizes that are protected from eviction
-        self.notes: dict[str, Note] = {}  # what the policy remembers of the layer (policies/needs)
+        self.need_notes: dict[str, Note] = {}  # what the policy remembers of the layer (policies/needs)
         # state of coming tokens that follows from their positions, and the columns seen at the first of them
-        self.ahead: tuple[int, dict[str, Tensor]] | None = None
-        # what _find_heads and free_slots return, kept with the shape and the free_BH from which it follows
-        self.heads_at: tuple[tuple[int, ...], Tensor] | None = None
-        self.free_at: tuple[Tensor, Tensor] | None = None
+        self.precomputed_state: tuple[int, dict[str, Tensor]] | None = None
+        # what _find_head_starts and free_slots return, kept with the shape and the free_BH from which it follows
+        self.known_head_starts: tuple[tuple[int, ...], Tensor] | None = None
+        self.known_free_slots: tuple[Tensor, Tensor] | None = None
         self.geometry: Geometry | None = None  # scale, window and ALiBi slopes of the layer's attention
         self.output_rows: Tensor | None = None  # of a projection whose weight had to be dequantized or gathered
         self.mass_BH: Tensor | None = None  # share of the prompt's attention that the kept tokens received
@@ -81,8 +81,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.traced = False  # the pass is a traced step (compiled.py)
         # keys and values of the used columns with their graph, while a pass computes gradients
         self.graph: tuple[Tensor, Tensor] | None = None
-        self.contiguous = True  # columns are in text order without gaps
-        self.floor = 0  # columns at the front that cannot be cropped
+        self.in_text_order = True  # and without gaps
+        self.first_croppable = 0
         self.sliding: int | None = None  # the window of attention
         self.undo_log: deque[Undo] = deque(maxlen=UNDO_STEPS)  # what decode steps overwrote, for crop()
 
@@ -91,12 +91,12 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """Keys of the columns in use, as in a DynamicCache; for a ragged layer, entries [F,D]. For inspection."""
-        return self.kv.as_transformers(self.used)[0] if self.is_initialized else None
+        return self.kv.as_transformers(self.columns_used)[0] if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         """Values of the columns in use."""
-        return self.kv.as_transformers(self.used)[1] if self.is_initialized else None
+        return self.kv.as_transformers(self.columns_used)[1] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make empty slots for keys and values of these shapes; the first `append` calls this."""
@@ -115,10 +115,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         )
 
     def get_seq_length(self) -> int:
-        return self.seen
+        return self.columns_read
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + int(query_length), 0
+        return self.columns_read + int(query_length), 0
 
     def get_max_length(self) -> int:
         return -1
@@ -148,7 +148,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         `EvictingCache._copy_sharing` calls it for `select_rows`. The copy's undo log is empty: crop() needs new steps.
         """
         new = copy.copy(self)
-        new.mode, new.state, new.notes = copy.copy(self.mode), dict(self.state), dict(self.notes)
+        new.mode, new.state, new.need_notes = copy.copy(self.mode), dict(self.state), dict(self.need_notes)
         new.undo_log = deque(maxlen=UNDO_STEPS)
         return new
 
@@ -160,16 +160,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
-        for name in ("positions", "state", "limits", "notes", *(one.name for one in HEAD_TENSORS)):  # with a number per head
+        per_head = (one.name for one in HEAD_TENSORS)  # with a number per head
+        for name in ("positions", "state", "limits", "need_notes", *per_head):
             setattr(self, name, change_tensors(getattr(self, name), change))
         self.mode.change_rows(change)
         if self.kv.width < self.positions.shape[2]:  # ragged slots, and the longest row was dropped
-            C = self.used = self.kv.width
-            self.floor = min(self.floor, C)
+            C = self.columns_used = self.kv.width
+            self.first_croppable = min(self.first_croppable, C)
             self.positions = self.positions[:, :, :C].contiguous()
             self.state = {name: tensor[:, :, :C].contiguous() for name, tensor in self.state.items()}
         self.undo_log.clear()
-        self.ahead = None
+        self.precomputed_state = None
 
     # ---- writing ----
 
@@ -184,11 +185,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         `reserve`, `allocate` and `give_back_slots` call it. goals: slots of each head at its budget, if ragged.
         """
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
-            self.kv = self.kv.resized(capacities, goals, self.used)
+            self.kv = self.kv.resized(capacities, goals, self.columns_used)
             C = self.kv.width  # slots of each head, of the longest if ragged
-            self.positions = fit_columns(self.positions[:, :, : self.used], C, -1)
-            self.state = {name: fit_columns(tensor[:, :, : self.used], C, 0) for name, tensor in self.state.items()}
-        self.free_at = None
+            self.positions = fit_columns(self.positions[:, :, : self.columns_used], C, -1)
+            self.state = {name: fit_columns(tensor[:, :, : self.columns_used], C, 0) for name, tensor in self.state.items()}
+        self.known_free_slots = None
 
     def _make_slots(self, keys: Tensor, values: Tensor) -> Slots:
         """Return the slots of a first prompt's columns."""
@@ -202,7 +203,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         self.dtype, self.device, self.is_initialized = k_BHQD.dtype, k_BHQD.device, True
         self.kv = self._make_slots(k_BHQD.detach(), v_BHQD.detach())
-        self.used = k_BHQD.shape[2]
+        self.columns_used = k_BHQD.shape[2]
         self.positions = positions_BQ[:, None].expand(*k_BHQD.shape[:3]).contiguous()
         self.state = dict(entry)
         self._zero_statistics(0)
@@ -214,12 +215,12 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
-        start, stop = self.used, self.used + k_BHQD.shape[2]
+        start, stop = self.columns_used, self.columns_used + k_BHQD.shape[2]
         self.reserve(stop)  # room for so many columns
         self.kv = dense = self.kv.make_dense(*k_BHQD.shape[:2])  # ragged slots become dense
         dense.append(start, k_BHQD, v_BHQD)
         self.positions[:, :, start:stop] = positions_BQ[:, None]
-        self.used = stop
+        self.columns_used = stop
         for name, tensor in entry.items():
             self.statistic(name, tensor)[:, :, start:stop] = tensor
         self._zero_statistics(start)
@@ -242,7 +243,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         for name in self.statistics:
             if name in self.state:  # a new one is zero
-                self.state[name][:, :, start : self.used].fill_(0)
+                self.state[name][:, :, start : self.columns_used].fill_(0)
             else:
                 self.statistic(name)
 
@@ -252,18 +253,18 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         `run_step` calls it where torch computes the step. entry: what the policy stores with it, by name. positions_B1: None if
         stacked layers write them for all layers at once.
         """
-        if self.mode.slotted:
+        if self.mode.fills_free_slots:
             self.write_kv(k_BH1D, v_BH1D)
             self.write_entry(entry)
             if positions_B1 is not None:
                 self.write_position(positions_B1)
         elif positions_B1 is None:
-            self.kv.make_dense(*k_BH1D.shape[:2]).append(self.used, k_BH1D, v_BH1D)
+            self.kv.make_dense(*k_BH1D.shape[:2]).append(self.columns_used, k_BH1D, v_BH1D)
             self.write_entry(entry)
-            self.used += 1
+            self.columns_used += 1
         else:
             if self.is_initialized:  # never more columns than the budget
-                self.reserve(self.used + 1, self._bound_columns())
+                self.reserve(self.columns_used + 1, self._bound_columns())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
     def open_column(self, entry: dict[str, Tensor]) -> None:
@@ -271,11 +272,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `_run_kernels` calls it in a layer whose tokens are appended.
         """
-        start = self.used
+        start = self.columns_used
         self.reserve(start + 1, self._bound_columns())
-        self.used += 1
+        self.columns_used += 1
         for name, tensor in entry.items():
-            self.statistic(name, tensor)[:, :, start : self.used] = tensor
+            self.statistic(name, tensor)[:, :, start : self.columns_used] = tensor
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
@@ -283,10 +284,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `write` calls it, or `LayerStack` once for all layers, whose tensors it has joined.
         """
-        if not self.mode.slotted:
-            self.positions[:, :, self.used] = positions_B1
+        if not self.mode.fills_free_slots:
+            self.positions[:, :, self.columns_used] = positions_B1
             for name in self.statistics:
-                self.state[name][:, :, self.used] = 0
+                self.state[name][:, :, self.columns_used] = 0
             return
         (B, H, _), slot = self.positions.shape, self.free_slots()
         self.positions.view(-1).index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))
@@ -303,8 +304,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         `write` calls it, `_run_kernels` before a kernel, and `LayerStack` for all layers.
         """
         for name, tensor in entry.items():
-            if not self.mode.slotted:
-                self.state[name][:, :, self.used : self.used + 1] = tensor
+            if not self.mode.fills_free_slots:
+                self.state[name][:, :, self.columns_used : self.columns_used + 1] = tensor
                 continue
             rows = self.state[name].flatten(0, 2)
             rows.index_copy_(0, self.free_slots(), tensor.reshape(-1, *rows.shape[1:]))
@@ -322,45 +323,45 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def free_slots(self) -> Tensor:
         """Return the free slots, which the next token goes into, as indices [B*H] into the flattened slots, computed once.
 
-        `write_position` and `write_entry` ask. The result is kept in `free_at` while `mode.free_BH` is the same tensor.
+        `write_position` and `write_entry` ask. `known_free_slots` keeps the result while `mode.free_BH` is the same tensor.
         """
         free_BH = self.mode.free_BH
         if self.traced:  # a step of torch.compile keeps no result
-            return free_BH.reshape(-1) + self._find_heads()
-        if self.free_at is None or self.free_at[0] is not free_BH:
-            self.free_at = (free_BH, free_BH.reshape(-1) + self._find_heads())
-        return self.free_at[1]
+            return free_BH.reshape(-1) + self._find_head_starts()
+        if self.known_free_slots is None or self.known_free_slots[0] is not free_BH:
+            self.known_free_slots = (free_BH, free_BH.reshape(-1) + self._find_head_starts())
+        return self.known_free_slots[1]
 
     def free_rows(self) -> Tensor:
         """Return the free slots as indices [B*H] into the rows of keys and values."""
         return self.kv.rows(self.mode.free_BH, self.free_slots())
 
-    def _find_heads(self) -> Tensor:
+    def _find_head_starts(self) -> Tensor:
         """Return the index at which each head's slots begin, flattened [B*H], for `free_slots`."""
         shape = tuple(self.positions.shape)
         if self.traced:  # a step of torch.compile keeps no result
             return torch.arange(0, shape[0] * shape[1] * shape[2], shape[2], device=self.positions.device)
-        if self.heads_at is None or self.heads_at[0] != shape:
+        if self.known_head_starts is None or self.known_head_starts[0] != shape:
             B, H, C = shape
-            self.heads_at = (shape, torch.arange(0, B * H * C, C, device=self.positions.device))
-        return self.heads_at[1]
+            self.known_head_starts = (shape, torch.arange(0, B * H * C, C, device=self.positions.device))
+        return self.known_head_starts[1]
 
     def view(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return what attention reads in a pass: keys, values, positions of used slots; [F,D] if heads differ in length."""
-        T = self.used
+        T = self.columns_used
         if T == self.positions.shape[2]:
             return self.kv.keys, self.kv.values, self.positions
         return *self.kv.view(T), self.positions[:, :, :T]
 
     def outline_view(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return tensors of the shapes and positions of `view`, without unpacking keys and values."""
-        return *self.kv.outline_view(self.used), self.positions[:, :, : self.used]
+        return *self.kv.outline_view(self.columns_used), self.positions[:, :, : self.columns_used]
 
     def state_view(self) -> dict[str, Tensor]:
         """Return what the policy keeps for the used slots, tensors by name, for `eviction_context`: views of the tensors."""
-        if self.used == self.positions.shape[2]:
+        if self.columns_used == self.positions.shape[2]:
             return self.state
-        return {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
+        return {name: tensor[:, :, : self.columns_used] for name, tensor in self.state.items()}
 
     # ---- evicting ----
 
@@ -372,19 +373,19 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         if index_BHK is None:
             self.round()  # to the bits of the cache
-            self.resize_slots([max(*layout.capacities, self.used)])
+            self.resize_slots([max(*layout.capacities, self.columns_used)])
             return
         self._cut_graph(index_BHK)  # keys and values with their autograd history
         with torch.no_grad():
             self.kv = self.kv.make_dense(*index_BHK.shape[:2])
-            self.kv.fix_centre(self.positions[:, :, : self.used])  # the centre that keys of 8 or 4 bits are rounded around
+            self.kv.fix_centre(self.positions[:, :, : self.columns_used])  # that keys of 8 or 4 bits are rounded around
             self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]  # slots, and tokens kept, of each head
             self.positions = collect_entries(self.positions, index_BHK, C, -1)
             self.state = {name: collect_entries(tensor, index_BHK, C, 0) for name, tensor in self.state.items()}
-        self.used = self.floor = K  # crop() leaves them all
+        self.columns_used = self.first_croppable = K  # crop() leaves them all
         self._round_graph()
-        self.contiguous, self.free_at = False, None
+        self.in_text_order, self.known_free_slots = False, None
         if kept_BHK is not None:
             self.positions[:, :, :K].masked_fill_(~kept_BHK, -1)
             if "protect" in self.state:  # an empty slot is unmarked, for its next token will write no mark
@@ -412,11 +413,11 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `allocate` and `_keep_all` call it. Replaces `kv`, `positions` and `state`, if the slots become others.
         """
-        self.kv.fix_centre(self.positions[:, :, : self.used])  # that keys are rounded around
-        rounded = self.kv.close_columns(self.used)
+        self.kv.fix_centre(self.positions[:, :, : self.columns_used])  # that keys are rounded around
+        rounded = self.kv.close_columns(self.columns_used)
         if rounded is not self.kv:  # in new buffers, of the used columns alone
-            self.kv, self.positions = rounded, self.positions[:, :, : self.used]
-            self.state = {name: tensor[:, :, : self.used] for name, tensor in self.state.items()}
+            self.kv, self.positions = rounded, self.positions[:, :, : self.columns_used]
+            self.state = {name: tensor[:, :, : self.columns_used] for name, tensor in self.state.items()}
             self._round_graph()
 
     # ---- transitions ----
@@ -428,10 +429,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         columns may be empty.
         """
         if not isinstance(self.mode, Reading):
-            if self.mode.slotted:
+            if self.mode.fills_free_slots:
                 self.kv = self.kv.make_dense(*self.positions.shape[:2])
-                self.used, self.holes = self.taken, True  # taken: without columns of free slots at the end
-                self.floor = min(self.floor, self.used)
+                self.columns_used, self.may_have_empty = self.taken, True  # taken: without columns of free slots at the end
+                self.first_croppable = min(self.first_croppable, self.columns_used)
             self.mode = Reading(croppable=self.mode.croppable)
         self.kv = open_slots(self.kv)
 
@@ -457,7 +458,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         goals: slots of each head at its budget. Both are computed if not given.
         """
         # which also measures the room for coming tokens
-        self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, filling=steps), counts, goals)
+        self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, steps_until_full=steps), counts, goals)
 
     def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Set `mode` to Moving, for a budget that changes with the text: tokens go into empty slots, heads evict down to it.
@@ -466,7 +467,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         counts, goals: as in `start_evicting`.
         """
         counts = self.counts() if counts is None else counts
-        self.holes = True
+        self.may_have_empty = True
         # packed_BH: tokens of each head now; a head that shrinks keeps its slots until they are given back
         self._open_slots(Moving(self.empty_slots(), packed_BH=self._by_head(counts)), counts, goals)
 
@@ -475,7 +476,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
         """Set a mode in which every column is a slot; queries do not see the empty ones. counts, goals: see `measure_room`."""
-        self.used, self.contiguous, self.mode = self.positions.shape[2], False, mode
+        self.columns_used, self.in_text_order, self.mode = self.positions.shape[2], False, mode
         self.measure_room(counts, goals)
 
     def empty_slots(self) -> Tensor:
@@ -490,76 +491,77 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         taken = self.mode.free_BH if isinstance(self.mode, Growing) else (self.positions >= 0).sum(-1)
         return taken.flatten().tolist()
 
-    def list_goals(self) -> list[int] | None:
+    def list_slot_goals(self) -> list[int] | None:
         """Return how many slots each head needs at its budget, to plan buffers; None if decode steps do not evict.
 
-        `make_room`, `give_back_slots` and `_list_goals` ask: `every` slots more than the budget, for the next tokens.
+        `make_room`, `give_back_slots` and `_list_goals` ask: `evict_interval` slots more than the budget, for the next tokens.
         """
         if not self.mode.evicts or self.keep_BH1 is None:
             return None
-        return [keep + self.every for keep in self.keep_BH1.flatten().tolist()]
+        return [keep + self.evict_interval for keep in self.keep_BH1.flatten().tolist()]
 
     def measure_room(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
         """Update how many tokens can be written before larger buffers are needed.
 
         `make_room` and `give_back_slots` call it once slots have moved, `_open_slots` where a prompt ends. counts: tokens of
         each head. goals: slots of each head at its budget. Both are computed if they are not given. Sets the mode's `slack`
-        (`slack` - `grown` tokens fit), `filling` (steps until heads are at their budget), and what `update_short_heads` sets.
+        (`slack` - `grown` tokens fit), `steps_until_full`, and what `update_short_heads` sets.
         """
         mode = self.mode
         if isinstance(mode, Slotted):
-            counts, goals = counts or self.counts(), goals or self.list_goals()
+            counts, goals = counts or self.counts(), goals or self.list_slot_goals()
             heads = zip(self.update_short_heads(goals), self.kv.capacities(), counts, strict=True)
             free_counts = [capacity - count for short, capacity, count in heads if short]
-            mode.grown = mode.grown if mode.growing else 0  # tokens since the prompt, counted only if a head is short
+            mode.grown = mode.grown if mode.has_short_heads else 0  # tokens since the prompt, counted only if a head is short
             mode.slack = mode.grown + min(free_counts, default=0)
-        if isinstance(mode, Evicting) and mode.filling:
-            counts, goals = counts or self.counts(), goals or self.list_goals() or []
+        if isinstance(mode, Evicting) and mode.steps_until_full:
+            counts, goals = counts or self.counts(), goals or self.list_slot_goals() or []
             # rows that were dropped may have been those with the most steps to go
-            mode.filling = min(mode.filling, max(goal - 1 - count for goal, count in zip(goals, counts, strict=True)))
+            most = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
+            mode.steps_until_full = min(mode.steps_until_full, most)
         self.update_pace(counts, goals)
 
     def update_pace(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
-        """Set in how many steps heads evict (`mode.waits`), if `every` > 1.
+        """Set in how many steps heads evict (`mode.waits`), if `evict_interval` > 1.
 
         `measure_room` calls it once slots changed, and `contents.check_cache` as a cache is loaded.
         """
-        if isinstance(self.mode, Evicting) and self.every > 1:
-            self.mode.every = self.every
-            self.mode.waits = list_steps_to_eviction(counts or self.counts(), goals or self.list_goals() or ())
+        if isinstance(self.mode, Evicting) and self.evict_interval > 1:
+            self.mode.evict_interval = self.evict_interval
+            self.mode.waits = list_steps_to_eviction(counts or self.counts(), goals or self.list_slot_goals() or ())
 
     def update_short_heads(self, goals: list[int] | None = None) -> list[bool]:
         """Tell which heads are short: they have fewer slots than their budget needs.
 
         `measure_room` calls it after slots were moved, and `contents.check_cache` as a saved cache is loaded. Sets the mode's
-        `growing` (some head is short) and `unfilled` (all are). goals: see `list_goals`.
+        `has_short_heads`, and in mode Evicting `all_heads_short`. goals: slots that each head needs at its budget, in the order
+        b * H + h; asked of `list_slot_goals` if not given. If nothing is evicted there are none, and all heads are short.
         """
-        capacities, goals = self.kv.capacities(), goals or self.list_goals()
+        capacities, goals = self.kv.capacities(), goals or self.list_slot_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
         if isinstance(self.mode, Evicting | Moving):
-            self.mode.growing = any(short)
+            self.mode.has_short_heads = any(short)
         if isinstance(self.mode, Evicting):
-            self.mode.unfilled = all(short)
+            self.mode.all_heads_short = all(short)
         return short
 
     def _bound_columns(self) -> list[int] | None:
         """Return an upper bound of the columns while tokens are appended, if a budget bounds them."""
-        return [self.used + self.mode.filling + 1] if self.mode.evicts else None
+        return [self.columns_used + self.mode.steps_until_full + 1] if self.mode.evicts else None
 
     def make_room(self) -> None:
         """Move to larger buffers if some head may have no free slot left. Called before each decode step writes its token.
 
-        `_begin_step` of attention/decode.py calls it. `mode.growing`: some head has fewer slots than its budget needs; then
-        `mode.slack` - `mode.grown` tokens still fit.
+        `_begin_step` of attention/decode.py calls it. While some head is short, `mode.slack` - `mode.grown` tokens still fit.
         """
         mode = self.mode
-        if not isinstance(mode, Slotted) or not mode.growing or mode.grown < mode.slack:
+        if not isinstance(mode, Slotted) or not mode.has_short_heads or mode.grown < mode.slack:
             return
         if isinstance(mode, Moving) and not self.undo_log:  # pack() would invalidate the slots that the log names
             self.pack()
             return
-        # waiting_slots: that each head needs between evictions of `every` tokens
-        wanted = self.kv.plan_slots(self.counts(), self.list_goals(), self.waiting_slots)
+        # waiting_slots: that each head needs between evictions of several tokens
+        wanted = self.kv.plan_slots(self.counts(), self.list_slot_goals(), self.waiting_slots)
         self._move_slots([max(old, new) for old, new in zip(self.kv.capacities(), wanted, strict=True)])
         if mode.evicts:
             mode.free_BH = self.empty_slots()
@@ -569,17 +571,20 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """Free empty slots beyond the spare ones that growth.py allows, after tokens were rolled back or rows dropped.
 
         `trim_slots` calls it, and `contents.check_cache` as a cache is loaded. Slots of dense buffers go only if those at the
-        end are empty.
+        end are empty. In mode Moving, whose budgets follow the text, `pack` moves tokens to fewer slots; if none need go,
+        `packed_BH` notes how many tokens each head holds, to which its slots are compared until the next time.
         """
         if not self.is_initialized:
             return
         C = self.positions.shape[2]
-        if not self.mode.slotted:  # tokens are appended
-            enough = capacities([self.used], self._bound_columns(), self.count_spare(self.used))[0]  # with spare ones
+        if not self.mode.fills_free_slots:  # tokens are appended
+            used = self.columns_used
+            enough = capacities([used], self._bound_columns(), self.count_spare(used))[0]  # with spare ones
             if enough < C:
                 self.resize_slots([enough])
             return
-        old, counts, goals = self.kv.capacities(), self.counts(), self.list_goals()
+        # of each head: slots, tokens, and slots needed at its budget; waiting_slots: free ones, if several tokens go at once
+        old, counts, goals = self.kv.capacities(), self.counts(), self.list_slot_goals()
         if isinstance(self.mode, Moving) and not self.undo_log:  # whose slots pack() would invalidate
             if sum(old) > self.kv.bound_slots(counts, goals, self.waiting_slots):
                 self.pack()
@@ -601,7 +606,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `make_room` and `give_back_slots` call it. Replaces `kv`, `positions` and `state`; slot indices change.
         """
-        counts, goals = self.counts(), self.list_goals()
+        counts, goals = self.counts(), self.list_slot_goals()
         with torch.inference_mode(False), torch.no_grad():
             (B, H, _), old = self.positions.shape, self.positions
             order, held_BH1 = sort_by_position(old)  # slots in text order, and how many of them hold tokens
@@ -615,8 +620,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.kv, C = kv, kv.width
             self.positions = fit_columns(gather_entries(old, order).masked_fill(~filled, -1), C, -1)
             self.state = {name: fit_columns(gather_entries(tensor, order), C, 0) for name, tensor in self.state.items()}
-        self.used = self.floor = C
-        self.free_at = None
+        self.columns_used = self.first_croppable = C
+        self.known_free_slots = None
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
@@ -624,14 +629,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `make_room` and `give_back_slots` call it.
         """
-        self.resize_slots(capacities, self.list_goals())
-        self.used = self.positions.shape[2]
-        self.floor = min(self.floor, self.used)
+        self.resize_slots(capacities, self.list_slot_goals())
+        self.columns_used = self.positions.shape[2]
+        self.first_croppable = min(self.first_croppable, self.columns_used)
 
     @property
     def waiting_slots(self) -> int:
-        """Extra slots of each head if `every` > 1, for tokens that wait until several are evicted at once."""
-        return self.every if self.every > 1 else 0
+        """Extra slots of each head if `evict_interval` > 1, for tokens that wait until several are evicted at once."""
+        return self.evict_interval if self.evict_interval > 1 else 0
 
     def count_spare(self, tokens: int) -> int:
         """Return the spare slots of a head of so many tokens."""
@@ -639,19 +644,19 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def taken(self) -> int:
-        """Columns in use."""
-        mode = self.mode
-        return self.kv.count_taken(self.used, mode.slack - mode.grown) if isinstance(mode, Growing) else self.used
+        """Columns in use; in mode Growing, where each column is in use as a slot, those that hold tokens."""
+        mode, used = self.mode, self.columns_used
+        return self.kv.count_taken(used, mode.slack - mode.grown) if isinstance(mode, Growing) else used
 
     def advance(self) -> None:
         """Make the slot after the new token's the free one in each head, at the end of a decode step that evicts nothing.
 
         `_end_step` of attention/decode.py calls it. Does nothing where tokens are appended.
         """
-        if not self.mode.slotted:
+        if not self.mode.fills_free_slots:
             return
         self.set_free(self.mode.free_BH + 1)
-        if not self.traced:  # compiled steps are counted later
+        if not self.traced:  # `catch_up` counts compiled steps
             self.mode.count(1)
 
     def _cut_graph(self, index_BHK: Tensor) -> None:
@@ -665,7 +670,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         `allocate`, `round` and `replace_values` call it once the layer's entries are rounded.
         """
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
-            keys, values = self.kv.numbers(self.used)  # the stored keys and values, as they are after rounding
+            keys, values = self.kv.numbers(self.columns_used)  # the stored keys and values, as they are after rounding
             with torch.enable_grad():
                 self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
@@ -690,8 +695,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `follow_kernels` and `catch_up` call it. Drops cached indices in any case.
         """
-        self.free_at = None
-        if self.mode.growing and self.mode.evicts:
+        self.known_free_slots = None
+        if self.mode.has_short_heads and self.mode.evicts:
             self.mode.free_BH = self.empty_slots()
 
     def free(self, slot_BH: Tensor) -> None:
@@ -699,28 +704,28 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `_evict_over_budget` calls it. Sets that slot's position to -1; its key and value stay until they are overwritten.
         """
-        if self.mode.slotted:
+        if self.mode.fills_free_slots:
             self.set_free(slot_BH)
         else:  # the budget is reached
             self.mode = Evicting(slot_BH)
-        self.contiguous = False
+        self.in_text_order = False
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
 
     def drop(self, gone_BHM: Tensor) -> None:
-        """For `_evict_over_budget`: evict several tokens of each head at once (`every` > 1), in the columns `gone_BHM`.
+        """For `_evict_over_budget`: evict several tokens of each head at once (option every > 1), in the columns `gone_BHM`.
 
         Tokens in the last used columns move into the gaps; then M columns (tokens that each head evicts) fewer are in use.
         """
-        into, out = list_moves(gone_BHM, self.used)  # columns to fill, and columns to move there
+        into, out = list_moves(gone_BHM, self.columns_used)  # columns to fill, and columns to move there
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
         for tensor in self.state.values():  # as positions; at, of: `into` and `out` for tensors with a last axis
             at, of = (one[..., None].expand(*one.shape, tensor.shape[-1]) if tensor.ndim == 4 else one for one in (into, out))
             tensor.scatter_(2, at, tensor.gather(2, of))
-        self.used -= gone_BHM.shape[-1]
-        self.positions[:, :, self.used :] = -1
-        # crop() leaves what is there; filling: steps until the next eviction
-        self.floor, self.contiguous, self.mode.filling = self.used, False, self.every - 1
+        self.columns_used -= gone_BHM.shape[-1]
+        self.positions[:, :, self.columns_used :] = -1
+        # crop() leaves what is there; the next eviction is evict_interval steps away
+        self.first_croppable, self.in_text_order, self.mode.steps_until_full = self.columns_used, False, self.evict_interval - 1
 
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
         """Copy keys and values of each head from the columns `out_BHM` to the columns `into_BHM`, for `drop`.
@@ -742,9 +747,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         mode = self.mode
         if not isinstance(mode, Filling):
-            return mode.slotted
+            return mode.fills_free_slots
         # tokens are appended, and the buffers are full just when several are evicted
-        return self.every > 1 and self.used + mode.filling + 1 == self.positions.shape[2]
+        return self.evict_interval > 1 and self.columns_used + mode.steps_until_full + 1 == self.positions.shape[2]
 
     # ---- rollback ----
 
@@ -758,7 +763,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         remembers: the policy's sums contain the attention of these tokens, which only the log can undo.
         """
         mode = self.mode
-        croppable_tokens = mode.grown if isinstance(mode, Slotted) else self.used - self.floor
+        croppable_tokens = mode.grown if isinstance(mode, Slotted) else self.columns_used - self.first_croppable
         return len(self.undo_log) >= tokens or (mode.croppable and not remembers and tokens <= croppable_tokens)
 
     def crop(self, tokens: int) -> Tensor | None:
@@ -772,19 +777,19 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             # nothing is scored or evicted: the last columns are the last tokens
             mode = self.mode
             if not isinstance(mode, Slotted):
-                self.used -= tokens
-                self.positions[:, :, self.used :] = -1
+                self.columns_used -= tokens
+                self.positions[:, :, self.columns_used :] = -1
                 for tensor in self.state.values():  # a token that is appended there brings no mark of `protect=`
-                    tensor[:, :, self.used :] = 0
+                    tensor[:, :, self.columns_used :] = 0
             else:
                 mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens  # slots were taken one after the other
-                remaining = torch.arange(self.used, device=self.positions.device) < mode.free_BH[..., None]
+                remaining = torch.arange(self.columns_used, device=self.positions.device) < mode.free_BH[..., None]
                 self.positions.masked_fill_(~remaining, -1)
             self.undo_log.clear()
         else:
             for _ in range(tokens):
                 shared = restore_step(self, self.undo_log.pop())
-        self.seen -= tokens
+        self.columns_read -= tokens
         return shared
 
 

@@ -25,13 +25,13 @@ NEVER = torch.iinfo(torch.int32).max
 class Lifetimes(Batched):
     """Token ids [B,T] and deaths [B,H,T] int32 of each layer, by position, of a cache's rows; a few columns more than T.
 
-    lost: rows that the last reordering of beams dropped, and their lengths: generate() may return them once it stops.
+    dropped_rows: those that the last reordering of beams dropped, and their lengths: generate() may return them once it stops.
     """
 
     def __init__(self, n_layers: int) -> None:
         self.ids: Tensor | None = None
         self.deaths: list[Tensor | None] = [None] * n_layers
-        self.lost: tuple[Lifetimes, Tensor] | None = None
+        self.dropped_rows: tuple[Lifetimes, Tensor] | None = None
 
     @property
     def columns(self) -> int:
@@ -76,7 +76,7 @@ class Lifetimes(Batched):
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change` to every tensor; rows that an earlier reordering dropped are dropped for good."""
-        self.lost = None
+        self.dropped_rows = None
         super().change_rows(change)
 
     def select_dropped(self, index: Tensor, seen_B: Tensor) -> tuple[Lifetimes, Tensor] | None:
@@ -128,7 +128,7 @@ class Record:
     def of(cls, lifetimes: Lifetimes, lengths_B: Tensor, model: dict[str, Any]) -> Record:
         """Make the record of a cache's texts, for `Patch.record()`: a copy of their ids, and of when each token was evicted.
 
-        lengths_B: tokens of each row. model: values that identify the model. Beams just dropped (`lost`) come after the others.
+        lengths_B: tokens of each row. model: values that identify the model. Beams just dropped come after the others.
         """
         T = int(lengths_B.max())  # tokens of the longest row
         assert lifetimes.ids is not None
@@ -137,7 +137,7 @@ class Record:
         ids = _widen_tensor(lifetimes.ids, T, 0)[:, :T].masked_fill(~is_token.to(lifetimes.ids.device), -1)
         deaths = tuple(_widen_tensor(tensor, T, NEVER)[..., :T].clone() for tensor in lifetimes.deaths if tensor is not None)
         record = cls(ids, deaths, model)
-        return record if lifetimes.lost is None else cls.join([record, cls.of(*lifetimes.lost, model)])
+        return record if lifetimes.dropped_rows is None else cls.join([record, cls.of(*lifetimes.dropped_rows, model)])
 
     def __len__(self) -> int:
         """Count the texts."""

@@ -44,27 +44,27 @@ class Verified:
 class LosslessCache(Unpicklable, Cache):
     """The entries of all tokens of one text on the host, as the unpatched model computes them, beside a budget that drafts.
 
-    A pass over it reads new tokens as the end of a prompt: layer by layer the entries of all earlier tokens come to where the
-    layer computes, the next layer's while this one's are used, attention is full, and the policy then chooses by the attention
-    of the new tokens which of them the budget holds. On a CPU the entries are read from a mapped file.
+    A pass over it reads new tokens as the end of a prompt, into a new budgeted cache. Before a layer attends, `exchange` lends
+    it the entries of all earlier tokens, so that attention is full; by the attention of the new tokens the policy then chooses
+    those that the budget holds. The next layer's entries are copied meanwhile; on a CPU they are read from a mapped file.
 
     Attributes:
-        whole: the entries of all tokens, layer by layer.
+        host_layers: the entries of all tokens.
         drafts: the budgeted cache that the newest pass has filled. settings: of the patch.
         verified: what drafting came to.
     """
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
         """Make the cache of a new text. drafts: an empty cache on the budget. folder: of the files with all keys and values."""
-        self.whole = [HostLayer(folder) for _ in range(layers)]
-        super().__init__(layers=list(self.whole))
+        self.host_layers = [HostLayer(folder) for _ in range(layers)]
+        super().__init__(layers=list(self.host_layers))
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()  # verified: counts of accepted drafts
         self.ids: list[int] = []  # of the tokens read
         self.kept_positions: list[int] = []  # positions of the tokens held: of all but those that were forgotten
         self.edited = 0  # tokens read when some were last forgotten
-        self.again = 0  # tokens read before, which generate()'s first pass brings once more
+        self.resent_tokens = 0  # of those read, which generate()'s first pass brings once more
         self.pending_ids: list[int] = []  # ids of the pass in progress
-        self.budgeted = 0  # tokens that the budget of `drafts` is counted of
+        self.budget_tokens = 0  # that the budget of `drafts` is counted of
         self._positions_1T: Tensor | None = None  # on the device of the pass
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}  # rows on the device, end of their copy
         self._stream: torch.cuda.Stream | None = None
@@ -75,7 +75,7 @@ class LosslessCache(Unpicklable, Cache):
         """Begin a pass, for `begin_pass`; return a new budgeted cache for it. Drops what an interrupted pass left."""
         self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
-        for layer in self.whole:
+        for layer in self.host_layers:
             layer.length = len(self.kept_positions)
         self.drafts = self._make_drafts()
         return self.drafts
@@ -83,9 +83,9 @@ class LosslessCache(Unpicklable, Cache):
     def _make_drafts(self) -> EvictingCache:
         """Return a budgeted cache for the next pass to fill: it counts the tokens read, but has none. `begin` calls it."""
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids], device="cpu")
-        new.read_by = self.drafts.read_by
+        new.model_stamp = self.drafts.model_stamp
         for layer in new.layers:
-            layer.seen = len(self.ids)
+            layer.columns_read = len(self.ids)
         if self.ids:
             new.seen_B = torch.tensor([len(self.ids)], device="cpu")
             new.ids.write(tokens, 1, len(self.ids), tokens.device)
@@ -94,12 +94,12 @@ class LosslessCache(Unpicklable, Cache):
     @property
     def drafting(self) -> bool:
         """True if `drafts` go on from the text: not before the first pass, nor once one was interrupted."""
-        drafts = self.drafts
-        return bool(self.ids) and not drafts.unfinished and drafts.turns.count > 0 and drafts.seen == len(self.ids)
+        drafts, n_read = self.drafts, len(self.ids)
+        return n_read > 0 and not drafts.unfinished and drafts.turns.prompts_read > 0 and drafts.columns_read == n_read
 
     def check_room(self, tokens: int, nbytes: int, device: torch.device) -> None:
         """For `begin_pass`: raise KVPatchError unless the host has room for so many more tokens, of `nbytes` each."""
-        first = self.whole[0]
+        first = self.host_layers[0]
         held = len(first.store.rows_NE) if first.is_initialized else 0
         more = (first.count_rows(len(self.kept_positions) + tokens) - held) * nbytes
         if not more:
@@ -113,28 +113,28 @@ class LosslessCache(Unpicklable, Cache):
 
     def lend(self) -> None:
         """Let the pass over `drafts`, begun by `_enter_decoder`, read earlier tokens from here: its layers call `exchange`."""
-        now = self.drafts.running  # the pass in progress
+        now = self.drafts.current_pass  # the pass in progress
         now.lender = self
         if self.ids:  # new tokens after the first are drafts, which may be taken back: a share `k` does not count them
-            now.budget_n_B = [len(self.ids) + 1]
-        self.budgeted = now.budget_n_B[0] if now.budget_n_B else 0
+            now.share_base_B = [len(self.ids) + 1]
+        self.budget_tokens = now.share_base_B[0] if now.share_base_B else 0
 
     def end(self) -> None:
         """After the decoder: add the pass's tokens to those read, and free what was copied or mapped for it."""
         self._staged.clear()
-        for layer in self.whole:
+        for layer in self.host_layers:
             layer.store.release()
         self.kept_positions += range(len(self.ids), len(self.ids) + len(self.pending_ids))
         self.ids += self.pending_ids
-        self.pending_ids, self.drafts.running.lender = [], None
+        self.pending_ids, self.drafts.current_pass.lender = [], None
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """For `_borrow`, in each layer: store new keys, values; return earlier tokens' and their positions, on its device."""
-        stored, device = self.whole[layer], k_1HQD.device
+        stored, device = self.host_layers[layer], k_1HQD.device
         rows_TE = self._bring(layer, device) if stored.length else None  # copied to the device, or mapped
         stored.append(k_1HQD, v_1HQD)
         if layer:  # attention has run in the layer before
-            self.whole[layer - 1].store.release()  # its pages in host memory
+            self.host_layers[layer - 1].store.release()  # its pages in host memory
         if rows_TE is None:
             return None
         if self._positions_1T is None or self._positions_1T.device != device:  # the same for all layers
@@ -143,14 +143,14 @@ class LosslessCache(Unpicklable, Cache):
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
         """Return the rows of a layer's earlier tokens on its device, and count their bytes."""
-        self.verified.moved_nbytes += self.whole[layer].nbytes
-        return self.whole[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
+        self.verified.moved_nbytes += self.host_layers[layer].nbytes
+        return self.host_layers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
         """Return a layer's rows (keys and values) on a GPU, for `_bring`, and start to copy the next layer's."""
         for i in (layer, layer + 1):
-            if i < len(self.whole) and i not in self._staged:
-                self._staged[i] = self._stage(self.whole[i], device)
+            if i < len(self.host_layers) and i not in self._staged:
+                self._staged[i] = self._stage(self.host_layers[i], device)
         rows_TE, done = self._staged.pop(layer)
         if done is not None:
             torch.cuda.current_stream(device).wait_event(done)
@@ -172,9 +172,9 @@ class LosslessCache(Unpicklable, Cache):
 
     def positions(self, layer: int) -> Tensor:
         """Return the positions of all tokens held, int64 [1,Hkv,T], on the host; of those on the budget: `drafts.positions`."""
-        checks.check_layer("layer", layer, len(self.whole))
+        checks.check_layer("layer", layer, len(self.host_layers))
         checks.check_filled(bool(self.ids))
-        return torch.tensor(self.kept_positions, device="cpu").repeat(1, self.whole[layer].sizes[0], 1)
+        return torch.tensor(self.kept_positions, device="cpu").repeat(1, self.host_layers[layer].sizes[0], 1)
 
     def held(self, layer: int) -> Tensor:
         """Count the tokens there for each KV head, int64 [1, Hkv]."""
@@ -188,7 +188,7 @@ class LosslessCache(Unpicklable, Cache):
 
     def check_invariants(self) -> None:
         """Raise InvalidError unless the budgeted cache is sound, and each layer has the keys and values of all tokens held."""
-        for index, layer in enumerate(self.whole):
+        for index, layer in enumerate(self.host_layers):
             if layer.length < len(self.kept_positions):  # an interrupted pass leaves more
                 raise InvalidError(
                     f"Layer {index} has the entries of {layer.length} tokens, and {len(self.kept_positions)} are there."
@@ -215,7 +215,7 @@ class LosslessCache(Unpicklable, Cache):
         if left < self.edited:
             raise KVPatchError(f"crop({tokens_to_remove}): the text was edited after {self.edited} tokens, and stays so.")
         del self.ids[left:], self.kept_positions[len(self.kept_positions) - count :]
-        for layer in self.whole:
+        for layer in self.host_layers:
             layer.length = min(layer.length, len(self.kept_positions))
         if drafting and count:  # the budgeted cache holds tokens
             if self._shrinks_budget(left):  # k is a share, and the text now shorter
@@ -226,7 +226,7 @@ class LosslessCache(Unpicklable, Cache):
     def _shrinks_budget(self, left: int) -> bool:
         """Tell if the budget of so many tokens is smaller than the one that `drafts` has."""
         tokens = self.settings.tokens
-        return any(tokens(layer, left) < tokens(layer, self.budgeted) for layer in range(self.settings.n_layers))
+        return any(tokens(layer, left) < tokens(layer, self.budget_tokens) for layer in range(self.settings.n_layers))
 
     def go_back(self, ids: Sequence[int]) -> None:
         """For `Chat._generate`: crop the cache to what it shares with `ids`, less their last, which a pass must read."""
@@ -246,21 +246,21 @@ class LosslessCache(Unpicklable, Cache):
             self.drafts.forget(spans, row)  # the budgeted cache
         kept = [i for i, place in enumerate(self.kept_positions) if not gone_T[place]]
         self.kept_positions, self.edited = [self.kept_positions[i] for i in kept], len(self.ids)
-        for layer in self.whole:
+        for layer in self.host_layers:
             layer.keep(torch.tensor(kept, device="cpu"))
 
     def replace(self, *args: object, **kwargs: object) -> None:
         """Refuse to read other tokens into the text: what follows has seen the old ones."""
-        refuse("replace", self.settings.combine(lossless=True))
+        refuse("replace", self.settings.list_features(lossless=True))
 
     insert = replace
 
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
         new = LosslessCache(self.drafts.clone() if self.drafting else self._make_drafts(), 0)  # layers are copied below
-        new.whole, new.ids = [layer.copy() for layer in self.whole], list(self.ids)
-        new.kept_positions, new.edited, new.budgeted = list(self.kept_positions), self.edited, self.budgeted
-        new.layers = list(new.whole)
+        new.host_layers, new.ids = [layer.copy() for layer in self.host_layers], list(self.ids)
+        new.kept_positions, new.edited, new.budget_tokens = list(self.kept_positions), self.edited, self.budget_tokens
+        new.layers = list(new.host_layers)
         return new
 
     def __copy__(self, memo: object = None) -> LosslessCache:
@@ -279,14 +279,14 @@ class LosslessCache(Unpicklable, Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of all tokens, on the host; the budget's: `drafts.nbytes`."""
-        return sum(layer.nbytes for layer in self.whole)
+        return sum(layer.nbytes for layer in self.host_layers)
 
     def reset(self) -> None:
         """Empty the full cache and the budgeted one, for another text."""
         for stored in (self.ids, self.kept_positions, self._staged):
             stored.clear()
-        self.edited = self.again = 0
-        for layer in self.whole:
+        self.edited = self.resent_tokens = 0
+        for layer in self.host_layers:
             layer.reset()
         self.drafts.reset()
 

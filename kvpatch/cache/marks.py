@@ -42,7 +42,7 @@ def mark_protected(
         return positions_BQ.new_zeros(B, Q, dtype=torch.bool)  # a later prompt, perhaps of other rows
     # a mask of the first prompt, whose rows may each stand for several rows of the batch, as in beam search
     protected = protected.expand(B, -1) if protected.ndim == 1 else protected.repeat_interleave(max(B // len(protected), 1), 0)
-    total = cache.request.prompt_len or Q
+    total = cache.plans.prompt_len or Q
     if len(protected) != B or (seen == 0 and protected.shape[1] != total):
         raise KVPatchError(
             f"protect= is a mask of shape {list(protected.shape)}, but the prompt is [{B}, {total}]: give one of its shape, "
@@ -68,10 +68,10 @@ def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | No
     (B, Q), device = positions_BQ.shape, positions_BQ.device
     by_message = isinstance(quota, str) and quota == MESSAGES
     messages = _find_messages(cache, "quota='messages' has a span for each message", "give spans") if by_message else None
-    if messages is None and (by_message or cache.turns.count or (seen and not cache.turns.open)):
+    if messages is None and (by_message or cache.turns.prompts_read or (seen and not cache.turns.unfinished)):
         return positions_BQ.new_zeros(B, Q)  # a later prompt, which has no spans
     # columns that have spans: the text's up to this pass, if each message is a span, else the prompt's
-    columns = seen + Q if messages is not None else cache.request.prompt_len or Q
+    columns = seen + Q if messages is not None else cache.plans.prompt_len or Q
     real = torch.ones(B, columns, dtype=torch.bool, device=device)
     if seen and messages is None:  # a prompt in pieces is padded on the left
         real[:, :seen] = torch.arange(seen, device=device) >= seen - cache.lengths_B.to(device)[:, None]
@@ -90,7 +90,7 @@ def _find_messages(cache: TextState, what: str, instead: str) -> Messages | None
 
     Raises KVPatchError if the first prompt has none. instead: what the user can do without messages.
     """
-    if cache.messages is None and not cache.turns.count:
+    if cache.messages is None and not cache.turns.prompts_read:
         raise KVPatchError(
             f"{what} of a chat, and these tokens came without messages: use patch.chat(tokenizer, system='...'), or {instead}."
         )

@@ -11,34 +11,37 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from ..policies.batched import Batched
 from ..policies.rhythm import advance_waits
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 
 class Mode(Batched):
-    """Interface of all modes.
+    """State of a layer that says where its next token goes and if its heads evict: the interface of all modes.
 
-    name: in a saved cache. slotted: the next token goes into a free slot of each head, `free_BH` (the index after a head's
-    last slot if all are taken); else after the used columns. adds: used columns that it adds. evicts: tokens are evicted while
-    decoding. croppable: the last columns are the last tokens, and nothing was evicted for them.
+    name: in a saved cache. fills_free_slots: the next token goes into a free slot of each head, `free_BH` (the index after a
+    head's last slot if all are taken); else after the used columns. adds: used columns that it adds. evicts: while decoding.
+    croppable: the last columns are the last tokens, and nothing was evicted for them.
 
-    filling: steps until every row has as many tokens as it may hold between steps. growing: some head may need more slots than
-    it has. unfilled: every head has fewer slots than its budget, so that nothing is evicted until buffers have moved.
+    steps_until_full: until every row has as many tokens as it may hold between steps. has_short_heads: some head may need more
+    slots than it has. all_heads_short: all have fewer than their budget, and nothing is evicted until buffers have moved.
     """
 
     name: ClassVar[str]
-    saved: ClassVar[tuple[str, ...]] = ()  # its own counters, in a saved cache
-    slotted: ClassVar[bool] = False
+    saved: ClassVar[Mapping[str, str]] = {}  # its own counters: their names in a saved cache, and the attributes
+    fills_free_slots: ClassVar[bool] = False
     adds: ClassVar[int] = 1
     evicts: ClassVar[bool] = False
     croppable: bool = True
-    filling: int = 0
-    growing: bool = False
-    unfilled: bool = False
+    steps_until_full: int = 0
+    has_short_heads: bool = False
+    all_heads_short: bool = False
     free_BH: Tensor  # of a Slotted mode; in a step by kernels also the column that a token is appended at
 
     @property
@@ -47,7 +50,7 @@ class Mode(Batched):
         return True
 
     @property
-    def room(self) -> int:
+    def writes_left(self) -> int:
         """Tokens that can be written before some head needs more slots than it has."""
         return sys.maxsize
 
@@ -60,67 +63,67 @@ class Mode(Batched):
 
 
 class Empty(Mode):
-    """No text has been read."""
+    """Mode of a layer that has read no text."""
 
     name = "empty"
 
 
 @dataclass
 class Reading(Mode):
-    """A prompt is being appended."""
+    """Mode while a prompt is read, alone or in pieces: its tokens are appended."""
 
     name = "reading"
     croppable: bool = True
 
 
 class Appending(Mode):
-    """Tokens are appended, and none is evicted."""
+    """Mode after a prompt where nothing is evicted any more: generated tokens are appended."""
 
     name = "appending"
 
 
 @dataclass
 class Filling(Mode):
-    """Tokens are appended until the heads, which all hold equally many, reach their budget and evict.
+    """Mode after a prompt of which all heads hold equally many tokens: generated ones are appended until the budget is full.
 
-    filling: steps until then. After an eviction of several tokens (`every` > 1) the mode stays and counts down anew.
+    Then all heads evict, and the mode is Evicting; if they evict several tokens at once (every > 1), it stays and counts anew.
     """
 
-    name, saved, evicts = "filling", ("filling",), True
+    name, saved, evicts = "filling", {"filling": "steps_until_full"}, True
     croppable = False
-    filling: int = 0
+    steps_until_full: int = 0
 
     @property
     def due(self) -> bool:
-        return not self.filling
+        return not self.steps_until_full
 
     def count(self, tokens: int) -> None:
-        self.filling = max(self.filling - tokens, 0)
+        self.steps_until_full = max(self.steps_until_full - tokens, 0)
 
 
 @dataclass
 class Slotted(Mode):
-    """Tokens go into free slots.
+    """Base of the modes in which each head writes its next token into a free slot of its own, wherever that lies.
 
     If a head may need more slots than it has, `slack` - `grown` more tokens can be written before buffers move; grown
     counts those written since the prompt.
     """
 
-    slotted, adds = True, 0
+    fills_free_slots, adds = True, 0
     free_BH: Tensor
     slack: int = 0
     grown: int = 0
 
     @property
-    def room(self) -> int:
-        return self.slack - self.grown if self.growing else sys.maxsize
+    def writes_left(self) -> int:
+        return self.slack - self.grown if self.has_short_heads else sys.maxsize
 
 
 class Growing(Slotted):
-    """Nothing is evicted: each head's next slot is the one after its last."""
+    """Mode of a layer that evicts nothing but has slots (ragged, or room=): a head's next one is that after its last."""
 
-    name, saved = "growing", ("slack", "grown")
-    growing = True
+    name, saved = "growing", {"slack": "slack", "grown": "grown"}
+    has_short_heads = True
 
     def count(self, tokens: int) -> None:
         self.grown += tokens
@@ -131,17 +134,17 @@ class Growing(Slotted):
 
 @dataclass
 class Evicting(Slotted):
-    """Each head evicts whenever it has no slot left: at every step once it has reached its budget, or every so many.
+    """Mode under a fixed budget: a head evicts whenever it has no slot left, at every step once it is full, or every so many.
 
-    every: tokens evicted at once. waits: if these are several, steps until heads evict (policies/rhythm.py).
+    evict_interval: tokens evicted at once. waits: if these are several, steps until heads evict (policies/rhythm.py).
     """
 
-    name, saved, evicts = "evicting", ("filling", "slack", "grown"), True
+    name, saved, evicts = "evicting", {"filling": "steps_until_full", **Growing.saved}, True
     croppable = False
-    filling: int = 0
-    growing: bool = False
-    unfilled: bool = False
-    every: int = 1
+    steps_until_full: int = 0
+    has_short_heads: bool = False
+    all_heads_short: bool = False
+    evict_interval: int = 1
     waits: tuple[int, ...] = ()
 
     @property
@@ -149,28 +152,28 @@ class Evicting(Slotted):
         return not self.waits or self.waits[0] == 1
 
     def count(self, tokens: int) -> None:
-        self.filling = max(self.filling - tokens, 0)
-        self.grown += tokens if self.growing else 0
-        self.waits = advance_waits(self.waits, tokens, self.every)
+        self.steps_until_full = max(self.steps_until_full - tokens, 0)
+        self.grown += tokens if self.has_short_heads else 0
+        self.waits = advance_waits(self.waits, tokens, self.evict_interval)
 
     def count_new_slots(self) -> int | None:
-        return None if self.filling or self.waits else 0
+        return None if self.steps_until_full or self.waits else 0
 
 
 @dataclass
 class Moving(Slotted):
-    """Each head evicts none, one or several tokens at a step, as a budget says that follows the text (policies/moving.py).
+    """Mode under a budget that follows the text (policies/moving.py): at a step a head evicts none, one or several tokens.
 
-    packed_BH: tokens of each head when slots were last given back. A head that has shrunk since keeps its slots until then.
+    packed_BH: tokens of each head when its slots were last planned. A head that shrinks keeps them until the next time.
     """
 
-    name, saved, evicts = "moving", ("slack", "grown"), True
+    name, saved, evicts = "moving", Growing.saved, True
     croppable = False
-    growing: bool = True
+    has_short_heads: bool = True
     packed_BH: Tensor | None = None
 
     def count(self, tokens: int) -> None:
-        self.grown += tokens if self.growing else 0
+        self.grown += tokens if self.has_short_heads else 0
 
     def count_new_slots(self) -> int | None:
         return None

@@ -51,7 +51,7 @@ def begin(
         cache.end_change()
         raise
     # all checks have passed: from here on the cache changes, until end_pass()
-    seen, prompt = cache.get_seq_length(), now.prompt
+    seen, prompt = cache.get_seq_length(), now.prompt_columns
     cache.now, cache.seen_B, cache.rows.padded = now, after_B, cache.rows.padded or now.padding is not None
     if cache.settings.by_columns and now.rows_BQ is not None and now.padding is not None and now.padding.attends:
         _count_gaps(cache, now, now.rows_BQ)  # padding between tokens, which positions count
@@ -64,40 +64,40 @@ def begin(
     elif not any(layer.record_past for layer in cache.layers):  # steps are not logged for crop()
         _clear_undo_logs(cache)
     if now.n_B:  # with the tokens of the prompt that later passes bring
-        _count_budget(cache, now, [n + max((cache.request.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
+        _count_budget(cache, now, [n + max((cache.plans.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
     # the rotary table
     if table is not None and cache.settings.renumbered:  # a key's position is its rank among those held
-        cache.make_table = table
-        now.table = _rotary_table(cache, table, Q, prompt > 0)
+        cache.make_rotary_table = table
+        now.rotary_table = _rotary_table(cache, table, Q, prompt > 0)
     elif table is not None and prompt:
-        now.table = table(seen + Q + (cache.settings.policy.needs.lookahead or 0))  # scores may look ahead
+        now.rotary_table = table(seen + Q + (cache.settings.policy.needs.lookahead or 0))  # scores may look ahead
     if prompt and cache.settings.block is not None:
         now.blocks = split_blocks(now, cache.settings.block, before_B, now.n_B, final=now.ends_prompt)
     if now.ends_prompt:
-        cache.turns.count, cache.turns.open = cache.turns.count + 1, False
+        cache.turns.prompts_read, cache.turns.unfinished = cache.turns.prompts_read + 1, False
     if now.ends_prompt and cache.settings.rereads and not now.keeps_all:  # a second reading of the prompt follows
-        now.reread_BN = cache.ids.prompt_BN
+        now.reread_ids_BN = cache.ids.prompt_BN
     cache.counters.steps += Q - prompt
 
 
 def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[int], Any] | None = None) -> Forward:
     """For `compress_past`: begin a pass of no columns that ends the prompt of a cache that `absorb` filled; return it.
 
-    ids_BT: the prompt's tokens, -1 for padding, if they are known. table: see `begin`.
+    That is one turn (`cache.turns`), at whose end layers evict down to the budget. ids_BT: the prompt's tokens, -1 for padding,
+    if they are known. table: makes the rotary table for so many positions; a score may look ahead by some more (`lookahead`).
     """
     cache.begin_change("compress()")
     lengths_B, seen = cache.lengths_B, cache.get_seq_length()
-    # without columns, but with the end of a prompt, at which layers evict; n_B: tokens of each row
-    now = Forward(lengths_B.new_zeros(len(lengths_B), 0), 0, True, lengths_B.tolist())
-    cache.now = now
+    no_columns_BQ = lengths_B.new_zeros(len(lengths_B), 0)
+    cache.now = now = Forward(no_columns_BQ, prompt_columns=0, ends_prompt=True, n_B=lengths_B.tolist())
     if ids_BT is not None and cache.keeps_ids:
         cache.ids.write(ids_BT, len(lengths_B), seen, lengths_B.device)
     _begin_prompt(cache, now, [0] * len(lengths_B))
-    _count_budget(cache, now, now.n_B)
+    _count_budget(cache, now, now.n_B)  # which tokens the budget counts
     if table is not None:
-        now.table = table(seen + (cache.settings.policy.needs.lookahead or 0))
-    cache.turns.count, cache.turns.open = 1, False
-    now.reread_BN = ids_BT if cache.settings.rereads else None
+        now.rotary_table = table(seen + (cache.settings.policy.needs.lookahead or 0))
+    cache.turns.prompts_read, cache.turns.unfinished = 1, False
+    now.reread_ids_BN = ids_BT if cache.settings.rereads else None
     return now
 
 
@@ -132,25 +132,25 @@ def begin_edit(
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
-    # as a prompt of Q columns. budget_n_B: the budget counts the whole text; keeps_all: layers evict nothing after the edit
+    # as a prompt of Q columns. share_base_B: the budget counts the whole text; keeps_all: layers evict nothing after the edit
     now = Forward(places_Q.expand(B, -1).contiguous(), Q, True, lengths_B.tolist(), edit=edit)
-    now.budget_n_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
-    now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.seen, within=edit.start)
-    now.span_BQ = mark_spans(cache, now.positions_BQ, cache.seen)
+    now.share_base_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
+    now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.columns_read, within=edit.start)
+    now.quota_span_BQ = mark_spans(cache, now.positions_BQ, cache.columns_read)
     if cache.keeps_ids:
-        cache.ids.skip_columns(B, cache.seen, lengths_B.device)  # columns whose ids were not noted
+        cache.ids.skip_columns(B, cache.columns_read, lengths_B.device)  # columns whose ids were not noted
         cache.ids.replace(ids_BQ, places_Q)
-    if cache.shared is not None:  # a score that all layers share, by position + 1
-        cache.shared = cache.shared.index_fill(2, places_Q.to(cache.shared.device) + 1, 0)
-    cache.now, cache.counters.device = now, None
-    cache.drop_stack(due=True)
+    if cache.shared_score is not None:  # a score that all layers share, by position + 1
+        cache.shared_score = cache.shared_score.index_fill(2, places_Q.to(cache.shared_score.device) + 1, 0)
+    cache.now, cache.counters.tensors_or_none = now, None
+    cache.unstack_layers(due=True)
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)  # bytes allocated
     _clear_undo_logs(cache)
     if table is not None and cache.settings.renumbered:
-        cache.make_table = table
-        now.table = _rotary_table(cache, table, Q, prompt=True)
+        cache.make_rotary_table = table
+        now.rotary_table = _rotary_table(cache, table, Q, prompt=True)
     elif table is not None:
-        now.table = table(cache.seen + (cache.settings.policy.needs.lookahead or 0))
+        now.rotary_table = table(cache.columns_read + (cache.settings.policy.needs.lookahead or 0))
     return now
 
 
@@ -161,27 +161,27 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
     """
     if not cache.keeps_ids:
         return
-    if now.prompt and not cache.turns.open:
+    if now.prompt_columns and not cache.turns.unfinished:
         cache.ids.prompt = seen  # columns before the newest prompt
-    real = None if now.padding is None else now.positions_BQ[:, : now.prompt] >= 0
+    real = None if now.padding is None else now.positions_BQ[:, : now.prompt_columns] >= 0
     cache.note_ids(input_ids, now.positions_BQ.shape[1], real)  # None: unknown ids
 
 
 def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
-    """Begin a prompt, or a further piece of one that comes in several passes: note in `cache.turns` that it is open.
+    """Begin a prompt, or a further piece of one that comes in several passes: note in `cache.turns` that it is unfinished.
 
     `begin` and `begin_compression` call it. Layers that were stacked (to take decode steps as one) are separated, and undo logs
     cleared. Where the prompt ends, decode steps count anew.
     """
     turns, counters = cache.turns, cache.counters
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)  # bytes allocated
-    cache.drop_stack(due=cache.request.room is None if now.ends_prompt else cache.stack_due)
+    cache.unstack_layers(due=cache.plans.static_room is None if now.ends_prompt else cache.stack_due)
     _clear_undo_logs(cache)  # they do not lead back over a prompt
-    if not turns.open:
-        turns.begin_B, turns.open = before_B, True
+    if not turns.unfinished:
+        turns.begin_B, turns.unfinished = before_B, True
     if now.ends_prompt:
-        counters.steps, counters.shortfall_B, counters.span_B = 0, None, None
-        cache.limits_of.clear()  # protected sizes, which layers share and compute where the prompt ends
+        counters.steps, counters.steps_behind_B, counters.temperature_steps_B = 0, None, None
+        cache.shared_limits.clear()  # protected sizes, which layers share and compute where the prompt ends
 
 
 def _clear_undo_logs(cache: TextState) -> None:
@@ -192,14 +192,14 @@ def _clear_undo_logs(cache: TextState) -> None:
 def end_layer(cache: TextState, layer: int) -> None:
     """Count a layer's part of a pass as done, after its attention has run; after the last layer the pass ends.
 
-    `_run_call` of attention/attend.py calls it. A scratch cache, of one pass without use_cache, is emptied layer by layer; only
-    what reports need is kept.
+    `_run_call` of attention/attend.py calls it. A cache for one pass, without use_cache, is emptied layer by layer; only what
+    reports need is kept.
     """
-    if cache.scratch:
-        cache.parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
+    if cache.for_one_pass:
+        cache.layer_parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
         cache.layers[layer].reset()
         cache.meter.now = 0  # bytes allocated
-    now = cache.running
+    now = cache.current_pass
     if layer == len(cache.layers) - 1 and not outlasts(cache, now):  # else a hook after the decoder ends it
         end_pass(cache)
 
@@ -207,7 +207,7 @@ def end_layer(cache: TextState, layer: int) -> None:
 def outlasts(cache: TextState, now: Forward) -> bool:
     """Tell if a hook after the decoder must end the pass: the prompt is read again, or layers without a budget follow."""
     follow = bool(cache.states) or bool(cache.settings.read)
-    return now.reread_BN is not None or now.repeat is not None or (follow and not cache.scratch)
+    return now.reread_ids_BN is not None or now.repeat is not None or (follow and not cache.for_one_pass)
 
 
 def end_pass(cache: TextState) -> None:
@@ -215,7 +215,7 @@ def end_pass(cache: TextState) -> None:
 
     `end_layer` calls it after the last layer, `after_decoder` if a hook has to run first.
     """
-    now, counters = cache.running, cache.counters
+    now, counters = cache.current_pass, cache.counters
     cache.states.end_pass()  # detaches a hybrid's states from autograd
     now.shared_keys.clear()  # read by layers without keys of their own; the Forward stays until the next pass
     if now.traced:  # a step of compiled code
@@ -223,21 +223,22 @@ def end_pass(cache: TextState) -> None:
         return
     Q = now.positions_BQ.shape[1]
     # counters that are tensors: made after the first pass, else advanced
-    begun = counters.device is None or now.ends_prompt  # decode steps count anew
-    if counters.device is None:
-        counters.device = DeviceCounters(cache.lengths_B.device, len(cache.lengths_B), cache.request.room or 0)
-        counters.device.advance(cache.seen, counters.steps, False)
+    begun = counters.tensors_or_none is None or now.ends_prompt  # decode steps count anew
+    if counters.tensors_or_none is None:
+        counters.tensors_or_none = DeviceCounters(cache.lengths_B.device, len(cache.lengths_B), cache.plans.static_room or 0)
+        counters.tensors_or_none.advance(cache.columns_read, counters.steps, False)
     else:
-        counters.device.advance(Q, Q - now.prompt, now.ends_prompt)
-    if begun or cache.request.room is not None or any(isinstance(layer.mode, Growing) for layer in cache.layers):
-        # the first layer whose buffers must grow limits the columns
-        limits = (layer.seen + layer.mode.room for layer in cache.layers if layer.mode.growing)
-        counters.device.limit.fill_(min(limits, default=0))  # columns up to which there is room
+        counters.tensors_or_none.advance(Q, Q - now.prompt_columns, now.ends_prompt)
+    if begun or cache.plans.static_room is not None or any(isinstance(layer.mode, Growing) for layer in cache.layers):
+        # columns up to which compiled steps, which cannot move buffers, have room: by the layer with the fewest writes_left.
+        # Set as a prompt ends, after each pass if static_room was asked for, and if a Growing layer's buffers may have moved
+        limits = (layer.columns_read + layer.mode.writes_left for layer in cache.layers if layer.mode.has_short_heads)
+        counters.tensors_or_none.limit.fill_(min(limits, default=0))
     if begun:
-        counters.device.span.fill_(cache.span())
-        if cache.make_table is not None:
-            _rotary_table(cache, cache.make_table, 1, prompt=False)  # for a compiled step
-        if cache.request.room is not None:
+        counters.tensors_or_none.temperature_steps.fill_(cache.count_temperature_steps())
+        if cache.make_rotary_table is not None:
+            _rotary_table(cache, cache.make_rotary_table, 1, prompt=False)  # for a compiled step
+        if cache.plans.static_room is not None:
             compiled.mark_static(cache)
     cache.end_change()
 
@@ -266,14 +267,14 @@ def _read_pass(
     # refuse(): raises if these settings exclude what is named
     # several generated tokens in one pass are drafts, which a policy that evicts (acts) may not support
     if settings.acts and 0 < prompt < Q:
-        refuse("drafts with the prompt", settings.combine(drafts=Q - prompt))
+        refuse("drafts with the prompt", settings.list_features(drafts=Q - prompt))
     if settings.acts and Q - prompt > 1:
-        refuse("drafts", settings.combine(drafts=Q - prompt))
+        refuse("drafts", settings.list_features(drafts=Q - prompt))
     if input_ids is None:
         asked = {"acts": settings.acts and prompt > 0, "record": cache.lifetimes is not None, "unknown": merged_ids is None}
-        refuse("inputs_embeds", settings.combine(**asked))
-    if prompt and cache.rows.joined:
-        refuse("prompt of joined rows", settings.combine())
+        refuse("inputs_embeds", settings.list_features(**asked))
+    if prompt and cache.rows.concatenated:
+        refuse("prompt of joined rows", settings.list_features())
     mask_BQ = None if mask_BT is None else mask_BT[:, -Q:].to(device)
     real = None if mask_BQ is None else mask_BQ.bool()
     if real is not None and prompt < Q:
@@ -288,7 +289,7 @@ def _read_pass(
     else:
         positions, after = before[:, None] + torch.arange(Q, device=device), before + Q
     # where the prompt ends the budget counts each row's tokens, and a row of padding alone is refused
-    ends = prompt > 0 and seen + prompt >= (cache.request.prompt_len or 0)
+    ends = prompt > 0 and seen + prompt >= (cache.plans.prompt_len or 0)
     n_B = read.whole_B if ends or settings.block else []
     if ends and read.padding is not None:
         _check_rows(cache, n_B, read.last_B)
@@ -297,8 +298,8 @@ def _read_pass(
     spans = mark_spans(cache, positions, seen) if prompt else None
     n_steps = 0 if ends else cache.counters.steps
     recording = Q - prompt > 1 or recorded
-    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, n_steps, repeatable=repeatable, span_BQ=spans)
-    now.rows_BQ = rows if settings.transparent else None
+    now = Forward(positions, prompt, ends, n_B, read.padding, protect, recording, n_steps, repeatable=repeatable)
+    now.rows_BQ, now.quota_span_BQ = rows if settings.transparent else None, spans
     return now, read.before_B, after
 
 
@@ -314,11 +315,12 @@ class _Prompt(NamedTuple):
 def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor | None) -> _Prompt:
     """Read from the device, in one copy, where a prompt's padding lies and how many tokens each row has before and with it.
 
-    `_read_pass` calls it. Nothing is read if no mask came and no row was padded. A row's last column may be padding, which the
-    caller checks.
+    `_read_pass` calls it. Without a mask, rows of equal length cost no copy, and others have no padding in this prompt. A row's
+    last column may be padding, which the caller checks. Refuses a mask of other numbers than 0 and 1. by_columns: positions
+    count padding. transparent: padding after a token attends to the tokens before it, as in the unpatched model.
     """
     B, rows = len(before), cache.rows
-    even = cache.seen_B is None or not (rows.padded or rows.joined or cache.turns.open)
+    even = cache.seen_B is None or not (rows.padded or rows.concatenated or cache.turns.unfinished)
     if mask_BQ is None and even:
         seen = 0 if cache.seen_B is None else cache.get_seq_length()
         return _Prompt([seen] * B, [seen + prompt] * B, None, [])
@@ -327,8 +329,8 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
         return _Prompt(read, [n + prompt for n in read], None, [])
     mask_BP = mask_BQ[:, :prompt].expand(B, -1)
     real = mask_BP.bool()
-    rows_BP = find_places(real, before, cache.settings.by_columns)
-    column = torch.arange(1, prompt + 1, device=real.device)  # from 1: its maximum at padding counts columns up to the last
+    rows_BP = find_places(real, before, cache.settings.by_columns)  # positions; -1 before a row's first token
+    column = torch.arange(1, prompt + 1, device=real.device)  # from 1: the greatest at padding counts columns up to it
     later = (real[:, :-1] & ~real[:, 1:]).any()  # padding follows a token
     wrong = ((mask_BP != 0) & (mask_BP != 1)).any() if mask_BP.dtype != torch.bool else later.new_zeros(())
     after_tokens = (~real & (rows_BP >= 0)).any()  # or a token of an earlier pass
@@ -381,11 +383,11 @@ def _count_prompt_columns(cache: TextState, seen: int, Q: int) -> int:
 
     seen: columns before them. The others are generated tokens.
     """
-    if cache.request.prompt_len is not None:
-        return min(max(cache.request.prompt_len - seen, 0), Q)
+    if cache.plans.prompt_len is not None:
+        return min(max(cache.plans.prompt_len - seen, 0), Q)
     # a prompt taken over from an unpatched cache, or left open by an interrupted generate(), ends with the first tokens that
     # follow, even a single one
-    return Q if seen == 0 or Q > 1 or cache.turns.open or not cache.turns.count else 0
+    return Q if seen == 0 or Q > 1 or cache.turns.unfinished or not cache.turns.prompts_read else 0
 
 
 def _refuse_padding(real_BQ: Tensor) -> None:
@@ -408,9 +410,9 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
         raise KVPatchError(
             f"Row {n_B.index(0)} of the batch is all padding (its attention_mask is zero): drop it from the batch, in "
             "the collator or the dataset (an empty text), or pass use_cache=False with block=."
-            f"{later * (cache.request.prompt_len is None)}"
+            f"{later * (cache.plans.prompt_len is None)}"
         )
-    if cache.request.prompt_len is not None and not cache.settings.transparent and not all(last_B):
+    if cache.plans.prompt_len is not None and not cache.settings.transparent and not all(last_B):
         raise KVPatchError(
             f"Row {last_B.index(0)} is padded on the right: generate() continues after the last column, "
             "so pad on the left (tokenizer.padding_side = 'left')."
@@ -420,14 +422,14 @@ def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
 def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
     """Set in `now` which tokens the budget counts and which are kept outside it, by option `turns`.
 
-    `begin` and `begin_compression` call it. In later prompts of a chat, "first" evicts nothing, "each" gives the prompt a
-    budget of its own, and "all" budgets the whole text. n_B: tokens of each row where the prompt ends.
+    `begin` and `begin_compression` call it. A chat has several prompts (turns). In later ones "first" evicts nothing, "each"
+    gives the prompt a budget of its own, and "all" budgets the whole text. n_B: tokens of each row where the prompt ends.
     """
-    later, turns, begin_B = cache.turns.count > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
+    later, turns, begin_B = cache.turns.prompts_read > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
-    now.fixed_B = begin_B if later and turns == "each" else None  # earlier tokens are kept outside the budget
+    now.kept_below_B = begin_B if later and turns == "each" else None
     now.rows_B = [n - start for n, start in zip(n_B, begin_B, strict=True)]  # of the newest prompt alone
-    now.budget_n_B = n_B if now.fixed_B is None else now.rows_B
+    now.share_base_B = n_B if now.kept_below_B is None else now.rows_B
 
 
 # ---- renumbered positions ----
@@ -446,16 +448,20 @@ def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: 
 
 
 def _count_most_held(cache: TextState, Q: int, prompt: bool) -> int:
-    """Return an upper bound of the tokens that one head holds in a pass of Q columns, for `_rotary_table`."""
-    most, now, settings = 1, cache.running, cache.settings
+    """Return an upper bound of the tokens that one head holds in a pass of Q columns, for `_rotary_table`.
+
+    A head gets a token for each column, or none more where a step evicts one. Read in `block`s, the text's first prompt is
+    evicted from after each: a head holds its budget and one block. prompt: some columns are a prompt's.
+    """
+    most, now, settings = 1, cache.current_pass, cache.settings
     # later prompts are counted with the generated tokens
-    first_prompt = cache.turns.count == 0 and not settings.policy.over_heads
+    first_prompt = cache.turns.prompts_read == 0 and not settings.policy.over_heads
     for index, layer in enumerate(cache.layers):
         # a decode step at the budget puts each new token in an evicted one's place
-        replaced = isinstance(layer.mode, Evicting) and not layer.mode.growing and not prompt
+        replaced = isinstance(layer.mode, Evicting) and not layer.mode.has_short_heads and not prompt
         held = layer.taken if replaced else layer.taken + Q  # taken: slots with tokens
-        if settings.block and now.budget_n_B and settings.evicts[index] and first_prompt:
+        if settings.block and now.share_base_B and settings.evicts[index] and first_prompt:
             # most(): tokens that a head may hold after each block
-            held = min(held, max(settings.rules[index].most(n) for n in now.budget_n_B) + settings.block)
+            held = min(held, max(settings.rules[index].most(n) for n in now.share_base_B) + settings.block)
         most = max(most, held)
     return most

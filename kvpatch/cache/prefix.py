@@ -29,7 +29,7 @@ class Prefix(Unpicklable):
     """
 
     def __init__(self, ids: Tokens, cache: EvictingCache, training: bool) -> None:
-        self.ids, self.copies, self.read_by, self.training = ids, 0, cache.read_by, training
+        self.ids, self.copies, self.model_stamp, self.training = ids, 0, cache.model_stamp, training
         self._cache = cache
 
     def __len__(self) -> int:

@@ -51,7 +51,7 @@ class RecurrentStates(Cache):
     layers: list[LinearAttentionLayer | None]  # type: ignore[assignment]
 
     def __init__(self, stack: Stack | None) -> None:
-        self.stack, found = stack, dict(() if stack is None else stack.states)
+        self.layer_numbers, found = stack, dict(() if stack is None else stack.states)
         layers = {number: LinearAttentionLayer(number_of_states=count) for number, count in found.items()}
         super().__init__(layers=[layers.get(number) for number in range(max(found, default=-1) + 1)])  # type: ignore[misc]
 
@@ -144,7 +144,7 @@ class RecurrentStates(Cache):
 
     def activate_past_recording(self) -> None:
         """Let convolutions record their past; a recurrence cannot, and is not asked to."""
-        if self.stack is not None and self.stack.croppable:
+        if self.layer_numbers is not None and self.layer_numbers.croppable:
             super().activate_past_recording()
 
     def can_crop(self, count: int, seen: int) -> bool:

@@ -31,7 +31,7 @@ def check_replaced(
         KVPatchError: see Patch.replace; nothing has changed.
     """
     check_state(cache, "replace()")
-    refuse("replace", cache.settings.combine(positions_fixed=positions_fixed))  # raises if settings exclude it
+    refuse("replace", cache.settings.list_features(positions_fixed=positions_fixed))  # raises if settings exclude it
     (start, stop), reread = read_span(span, empty=True), read_whole(reread)
     ids_BN = _read_ids(ids, len(cache.lengths_B)).to(cache.lengths_B.device)
     opened = max(ids_BN.shape[1] - (stop - start), 0)  # tokens more than the span has positions
@@ -70,7 +70,7 @@ def _check_room(cache: TextState, count: int, room: int) -> None:
             else "replace() of an empty span inserts, and what follows has its positions: patch with positions='renumbered', "
             "or give a span that was forgotten."
         )
-    refuse("insert", cache.settings.combine())  # raises if settings exclude insertion
+    refuse("insert", cache.settings.list_features())  # raises if settings exclude insertion
 
 
 def _check_place(cache: TextState, start: int, stop: int) -> None:
@@ -90,18 +90,18 @@ def _check_rows(cache: TextState, opened: int) -> None:
     """
     if cache.ids.offset:  # positions after images differ from the count of tokens
         raise KVPatchError("replace() in a text with images, after which positions count otherwise: read the text anew.")
-    if not cache.turns.count:
+    if not cache.turns.prompts_read:
         raise KVPatchError("replace() before a prompt has ended: read on first.")
-    if (cache.rows.joined and len(cache.lengths_B) > 1) or cache.counts_padding:
+    if (cache.rows.concatenated and len(cache.lengths_B) > 1) or cache.counts_padding:
         raise KVPatchError(
             "replace() in a batch whose rows are at different columns of their texts: take a row with cache.select_rows(0), "
             "replace, and join them with concatenate()."
         )
     for layer in cache.layers:
-        if layer.sliding is not None and cache.seen + opened > layer.sliding:
+        if layer.sliding is not None and cache.columns_read + opened > layer.sliding:
             raise KVPatchError(
                 f"replace(): layers of this model see a window of {layer.sliding} tokens, and the tokens in front of the span "
-                f"may be gone there, for the text has {cache.seen + opened}. Read the text anew."
+                f"may be gone there, for the text has {cache.columns_read + opened}. Read the text anew."
             )
 
 
@@ -135,20 +135,20 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
     `replace_span` calls it if new tokens are more than the span has positions.
     """
     with cache.changing("replace()"):
-        cache.drop_stack()  # layers get buffers of their own again
-        seen = cache.seen
+        cache.unstack_layers()  # layers get buffers of their own again
+        seen = cache.columns_read
         for layer in cache.layers:
             layer.positions = layer.positions + count * (layer.positions >= at)
-            layer.seen, layer.contiguous = seen + count, False
+            layer.columns_read, layer.in_text_order = seen + count, False
         if cache.keeps_ids:
             cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)  # columns whose ids were not noted
             cache.ids.open_columns(at, count)
-        if cache.shared is not None:  # a score that all layers share, by position + 1
-            before, after = cache.shared[:, :, : at + 1], cache.shared[:, :, at + 1 :]
-            cache.shared = torch.cat([before, before.new_zeros(*before.shape[:2], count), after], 2)
+        if cache.shared_score is not None:  # a score that all layers share, by position + 1
+            before, after = cache.shared_score[:, :, : at + 1], cache.shared_score[:, :, at + 1 :]
+            cache.shared_score = torch.cat([before, before.new_zeros(*before.shape[:2], count), after], 2)
         cache.seen_B = cache.lengths_B + count
-        cache.rows.edited = cache.seen  # crop() cannot go back over an edit
-        cache.counters.device = None  # the next pass makes it anew
+        cache.rows.columns_at_edit = cache.columns_read  # crop() cannot go back over an edit
+        cache.counters.tensors_or_none = None  # the next pass makes it anew
 
 
 def put_in_order(cache: TextState) -> None:

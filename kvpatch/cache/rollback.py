@@ -20,12 +20,12 @@ class Recorded(Protocol):
     """A layer's fields that a decode step overwrites (cache/layer.py describes them)."""
 
     mode: Mode
-    used: int
-    floor: int
+    columns_used: int
+    first_croppable: int
     positions: Tensor
     state: dict[str, Tensor]
     kv: Slots
-    notes: dict[str, Note]
+    need_notes: dict[str, Note]
 
     def free_rows(self) -> Tensor:
         """Return the free slots as indices [B*H] into the rows of keys and values."""
@@ -36,19 +36,19 @@ class Undo:
     """Entry of the undo log: the data that one decode step overwrote.
 
     slot: key and value that the new token overwrote in each head. heads: the former tensors of `HeadTensor`s that steps
-    replace. moved: columns [B,H,M] that an eviction of several tokens overwrote or emptied, with their keys and values. notes:
-    the former notes of needs, by name.
+    replace. moved: columns [B,H,M] that an eviction of several tokens overwrote or emptied, with their keys and values.
+    need_notes: the former ones, by name.
     """
 
-    used: int
+    columns_used: int
     mode: Mode
     slot: tuple[Tensor, Tensor] | None
     positions: Tensor
     state: dict[str, Tensor]
-    shared: Tensor | None
+    shared_score: Tensor | None
     heads: dict[str, Tensor | None]
     moved: tuple[Tensor, Tensor, Tensor] | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
+    need_notes: dict[str, Any] = field(default_factory=dict)
 
 
 def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
@@ -58,14 +58,14 @@ def record_step(layer: Recorded, shared: Tensor | None) -> Undo:
     """
     # the stored key and value in each head's free slot, into which the step's token goes
     entries = None
-    if layer.mode.slotted:
+    if layer.mode.fills_free_slots:
         entries = layer.kv.read_at(layer.free_rows())
     state = {name: tensor.clone() for name, tensor in layer.state.items()}
     shared = None if shared is None else shared.clone()
     positions = layer.positions.clone()
     # with a number per head; steps replace these tensors, so that no copy is needed
     head_tensors = {head_tensor.name: getattr(layer, head_tensor.name) for head_tensor in HEAD_TENSORS if head_tensor.stepped}
-    return Undo(layer.used, copy(layer.mode), entries, positions, state, shared, head_tensors)
+    return Undo(layer.columns_used, copy(layer.mode), entries, positions, state, shared, head_tensors)
 
 
 def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
@@ -78,8 +78,8 @@ def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
     layer.mode = undo.mode
     for name, tensor in undo.heads.items():
         setattr(layer, name, tensor)
-    layer.used = layer.positions.shape[-1] if undo.mode.slotted else undo.used
-    layer.floor = min(layer.floor, layer.used)
+    layer.columns_used = layer.positions.shape[-1] if undo.mode.fills_free_slots else undo.columns_used
+    layer.first_croppable = min(layer.first_croppable, layer.columns_used)
     layer.positions[:, :, :C], layer.positions[:, :, C:] = undo.positions[:, :, :C], -1
     for name, tensor in undo.state.items():
         layer.state[name][:, :, :C] = tensor[:, :, :C]
@@ -89,6 +89,6 @@ def restore_step(layer: Recorded, undo: Undo) -> Tensor | None:
     if undo.moved is not None:
         columns, k, v = undo.moved
         layer.kv.write_at(layer.kv.rows_of(columns), k, v)
-    for name, overwritten in undo.notes.items():  # what the policy remembers of the layer
-        layer.notes[name].restore(overwritten)
-    return undo.shared
+    for name, overwritten in undo.need_notes.items():  # what the policy remembers of the layer
+        layer.need_notes[name].restore(overwritten)
+    return undo.shared_score

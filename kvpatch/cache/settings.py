@@ -37,10 +37,10 @@ class CacheSettings:
     layers. latent: for each layer, whether a value is a part of its key. parallel: KV heads of this process, if several
     processes share a model. strict: names of the layers, if their numbers are checked (attention/anomaly.py). counts_columns:
     in the unpatched model, attention's distances are between columns of the batch, padding included (sliding windows, ALiBi by
-    default). record: caches keep the lifetimes of tokens (lifetimes.py). stack: numbers of the layers in the decoder, if some
-    of its layers are not on the budget (a hybrid's, or those that use others' keys); None if all are. notices: what the patch
-    has warned of. budgets: of a size in bytes, the budget where keys have this dtype; `budget` is that of the model's own.
-    untraced: why no decode step can be traced by torch.compile, or None.
+    default). records_lifetimes: of tokens, in caches. layer_numbers: those in the decoder, if some of its layers are not on the
+    budget (a hybrid's, or those that use others' keys); None if all are. notices: what the patch has warned of. budgets: of a
+    size in bytes, the budget where keys have this dtype; `budget` is that of the model's own. untraced: why no decode step can
+    be traced by torch.compile, or None.
     """
 
     policy: Policy
@@ -55,8 +55,8 @@ class CacheSettings:
     parallel: Parallel = WHOLE
     strict: tuple[str, ...] = ()
     counts_columns: bool = False
-    record: bool = False
-    stack: Stack | None = None
+    records_lifetimes: bool = False
+    layer_numbers: Stack | None = None
     notices: Notices = field(default_factory=Notices)
     budgets: Mapping[torch.dtype, Budget] = field(default_factory=dict)
     untraced: str | None = field(init=False)
@@ -65,26 +65,26 @@ class CacheSettings:
         """Fill in, as a model is patched, `bounds` (layers' windows), `latent` (values in keys), and `untraced`."""
         object.__setattr__(self, "bounds", self.bounds or (None,) * len(self.budget.per_layer))
         object.__setattr__(self, "latent", self.latent or (False,) * len(self.budget.per_layer))
-        object.__setattr__(self, "untraced", why_not("trace", self.combine()))
+        object.__setattr__(self, "untraced", why_not("trace", self.list_features()))
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheSettings:
         return self
 
-    def combine(self, **facts: Any) -> FeatureSet:
+    def list_features(self, **facts: Any) -> FeatureSet:
         """Return these settings' features for the table of refusals (served.py). facts: features that only the caller knows."""
         return dataclasses.replace(self._features, **facts)
 
     @cached_property
     def _features(self) -> FeatureSet:
-        """For `combine`: describe what these settings ask for together, for the table of features that exclude each other."""
-        stack = self.stack
+        """For `list_features`: describe what these settings ask for, for the table of features that exclude each other."""
+        stack = self.layer_numbers
         return FeatureSet(
             self.policy,
             acts=self.acts,
             block=self.block,
             bits=self.bits,
             renumbered=self.renumbered,
-            record=self.record,
+            record=self.records_lifetimes,
             strict=bool(self.strict),
             k=self.budget.described(),
             table=any(isinstance(rule, HeadSizes) for rule in self.budget.rules),
@@ -108,9 +108,9 @@ class CacheSettings:
         if count is None or (own := self.within(count)) == self.n_layers:
             return self
         budget, budgets = self.budget.first_layers(own), {dtype: one.first_layers(own) for dtype, one in self.budgets.items()}
-        stack = None if self.stack is None else self.stack.first(count)
+        stack = None if self.layer_numbers is None else self.layer_numbers.first(count)
         bounds, latent = self.bounds[:own], self.latent[:own]
-        return dataclasses.replace(self, budget=budget, budgets=budgets, bounds=bounds, latent=latent, stack=stack)
+        return dataclasses.replace(self, budget=budget, budgets=budgets, bounds=bounds, latent=latent, layer_numbers=stack)
 
     def in_dtype(self, dtype: torch.dtype) -> CacheSettings:
         """Return the settings of a cache whose first keys have this dtype, for `count_in`, as a text begins or is loaded.
@@ -139,17 +139,17 @@ class CacheSettings:
 
     def within(self, count: int) -> int:
         """Return how many of a decoder's first `count` layers are on the budget."""
-        return min(count, self.n_layers) if self.stack is None else len(self.stack.first(count).attention)
+        return min(count, self.n_layers) if self.layer_numbers is None else len(self.layer_numbers.first(count).attention)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the layers in the decoder."""
-        return tuple(range(self.n_layers)) if self.stack is None else self.stack.attention
+        return tuple(range(self.n_layers)) if self.layer_numbers is None else self.layer_numbers.attention
 
     @cached_property
     def read(self) -> frozenset[int]:
         """Indices of the layers whose keys and values later layers use, too."""
-        pairs = () if self.stack is None else self.stack.readers
+        pairs = () if self.layer_numbers is None else self.layer_numbers.readers
         return frozenset(self.numbers.index(source) for _, source in pairs)
 
     @property

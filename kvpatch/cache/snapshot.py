@@ -36,18 +36,18 @@ class LayerPart:
         `Snapshot.of` and `end_layer` call it. bound: the layer's own sliding window in tokens, or None.
         """
         B, H = layer.positions.shape[:2]
-        kept = min(layer.seen, bound or layer.seen)
+        kept = min(layer.columns_read, bound or layer.columns_read)
         full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize  # of a cache that evicts nothing
         token = B * H * count_entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype.itemsize, layer.latent)  # of one
         noted = layer.mass_BH, layer.unfitted_BH
-        return cls(layer.positions[:, :, : layer.used], *noted, layer.kv.nbytes, full, token)
+        return cls(layer.positions[:, :, : layer.columns_used], *noted, layer.kv.nbytes, full, token)
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """Small parts of a cache. They share its tensors: take it of a cache that is about to go, or copy the tensors.
 
-    parts: by layer, of those that have read a text. seen: columns, padding included. lengths_B: tokens of each row without
+    parts: by layer, of those that have read a text. columns_read: padding included. lengths_B: tokens of each row without
     padding, or None. ran: by task, the backend that ran last and the reason against each preferred one. peak_nbytes: most
     bytes allocated at any time. acted: the budget acted in some pass. seconds: of the last generate(), by part.
     lifetimes: as in TextState. state_nbytes: bytes of a hybrid's states. steps: decode steps since the newest prompt.
@@ -55,7 +55,7 @@ class Snapshot:
 
     settings: CacheSettings
     parts: dict[int, LayerPart]
-    seen: int
+    columns_read: int
     lengths_B: Tensor | None
     ran: dict[str, tuple[str, str]]
     peak_nbytes: int
@@ -70,15 +70,15 @@ class Snapshot:
         """Take a snapshot for `Report` or `Patch.record`, which outlives the cache. It waits for compiled steps alone."""
         cache.catch_up()
         layers, bounds = cache.layers, cache.settings.bounds
-        parts = cache.parts or {  # a scratch cache (of a pass without use_cache) has emptied its layers
+        parts = cache.layer_parts or {  # a cache for one pass (without use_cache) has emptied its layers
             index: LayerPart.of(layer, bounds[index]) for index, layer in enumerate(layers) if layer.is_initialized
         }
         lengths_B = None if cache.seen_B is None else cache.read_B
-        # a scratch cache has emptied the layers that count columns
-        seen = cache.record.columns if cache.parts and cache.record is not None else cache.seen
+        # such a cache has emptied the layers that count columns
+        seen = cache.pass_record.columns if cache.layer_parts and cache.pass_record is not None else cache.columns_read
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
         # acted: some token was computed after an eviction; seconds: times of the last generate()
-        acted, seconds = (True, {}) if cache.record is None else (cache.record.acted, cache.record.seconds())
-        ran = dict(cache.choice.ran)  # backends that computed attention
+        acted, seconds = (True, {}) if cache.pass_record is None else (cache.pass_record.acted, cache.pass_record.seconds())
+        ran = dict(cache.backend_choice.ran_last)  # backends that computed attention
         rest = cache.lifetimes, cache.states.nbytes, cache.counters.steps  # lifetimes: when tokens were evicted
         return cls(cache.settings, parts, seen, lengths_B, ran, peak, acted, seconds, *rest)

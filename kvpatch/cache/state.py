@@ -38,16 +38,16 @@ class TextPlans:
     """The caller's plans for the text.
 
     prompt_len: columns of the prompt, if generate() has announced them; a prompt fed in pieces then ends there. new_tokens:
-    tokens to generate, if known. room: tokens to decode in buffers that reach their final size when the prompt ends. drafts: an
-    assistant's cache, whose tokens may be taken back. reread_columns: columns read before, which generate()'s first pass may
-    bring again. copy_per_row: the text is a prefix, of which each row of the first pass gets a copy.
+    tokens to generate, if known. static_room: tokens to decode in buffers that reach their final size when the prompt ends.
+    may_roll_back: the cache is an assistant's. resent_columns: columns read before, which generate()'s first pass may bring
+    again. copy_per_row: the text is a prefix, of which each row of the first pass gets a copy.
     """
 
     prompt_len: int | None = None
     new_tokens: int | None = None
-    room: int | None = None
-    drafts: bool = False
-    reread_columns: int = 0
+    static_room: int | None = None
+    may_roll_back: bool = False
+    resent_columns: int = 0
     copy_per_row: bool = False
 
 
@@ -55,12 +55,12 @@ class TextPlans:
 class Turns:
     """Prompts read so far.
 
-    begin_B: tokens of each row before the newest prompt, while it is read. open: that prompt has not ended.
+    begin_B: tokens of each row before the newest prompt, while that is unfinished.
     """
 
-    count: int = 0
+    prompts_read: int = 0
     begin_B: list[int] = field(default_factory=lambda: [0])
-    open: bool = False
+    unfinished: bool = False
 
 
 @dataclass
@@ -114,30 +114,28 @@ class BoundSteps(Protocol):
 class RowAlignment:
     """Alignment of the batch rows.
 
-    joined: rows are at different positions of their texts (EvictingCache.concatenate). padded: some prompt had padding.
+    concatenated: rows are at different positions of their texts (`concatenate`). padded: some prompt had padding.
     by_columns: its positions counted the padding. gaps_B: columns of padding after tokens that positions count, per row; None
-    if there are none. edited: columns seen when tokens were last forgotten, 0 if none were.
+    if there are none. columns_at_edit: columns read when tokens were last forgotten, 0 if none were.
     """
 
-    joined: bool = False
+    concatenated: bool = False
     padded: bool = False
     by_columns: bool = False
     gaps_B: Tensor | None = None
-    edited: int = 0
+    columns_at_edit: int = 0
 
 
 class TextState(Unpicklable, MutationGuard, WithStates):
     """All state of a text, so that one patched model can serve several threads and several caches.
 
     settings: frozen, shared by all caches of a patch. layers: keys, values, positions and scores of the layers on the budget.
-    states: of a hybrid's other layers. seen_B: tokens of each row [B]. now: the forward pass in progress. shared: the score
-    that layers share [B,H,T], by position + 1. steps: bound for decode steps by attention/, which alone looks into them.
-    stack_due: layers are to be stacked before the next step. scratch: the cache serves one pass without use_cache, and each
-    layer is emptied after it has run. ids: of the tokens read, if keeps_ids. read_by: the model that has read them.
-    make_table, rotary: makes a table for renumbered keys; the last one made, as (positions, table). limits_of: protected sizes
-    that layers of one budget share. choice: the backends in use. meter: bytes allocated. record: of the patch's passes over
-    the cache. parts: what a report needs of a scratch cache's layers, which are emptied. lifetimes: of the tokens, if they are
-    recorded and known from the text's beginning. messages: of a chat, set before each of its prompts is read (marks.py).
+    states: of a hybrid's other layers. seen_B: tokens of each row. now: the forward pass in progress. shared_score: [B,H,T], by
+    position + 1. steps: bound for decode steps by attention/, which alone looks into them. stack_due: before the next step
+    layers are to be stacked (their tensors joined), to take it as one. for_one_pass: without use_cache; each layer is emptied
+    after it has run, and layer_parts keeps what a report needs of it. ids: of the tokens read, if keeps_ids. rotary: the last
+    table for renumbered keys, as (positions, table). shared_limits: protected sizes of layers of one budget. lifetimes: of the
+    tokens, if recorded and known from the beginning. messages: of a chat, set before each of its prompts is read (marks.py).
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -150,84 +148,87 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         parts = [(policy.needs.statistics if on else (), settings.bits, policy.every, latent) for policy, on, latent in each]
         super().__init__(layers=[SlotLayer(*part) for part in parts])  # transformers' Cache
         self.settings = settings
-        self.scratch = False  # True: serves one pass without use_cache
-        self.operations, self.changes, self.was_read = {}, 0, False  # of MutationGuard
+        self.for_one_pass = False  # True: without use_cache
+        self.in_progress, self.n_changes, self.was_read = {}, 0, False  # of MutationGuard
         self._empty()
 
     def _empty(self) -> None:
         """Make all state that a text has, as before its first token, for `__init__` and `reset`."""
-        self.request, self.turns, self.counters, self.rows = TextPlans(), Turns(), StepCounters(), RowAlignment()
-        self.ids = TokenIds()
-        self.read_by: ModelStamp | None = None  # the model that reads the text
-        self.states = RecurrentStates(self.settings.stack)  # of a hybrid's other layers
+        self.plans, self.turns, self.counters, self.rows = TextPlans(), Turns(), StepCounters(), RowAlignment()
+        self.ids, self.states = TokenIds(), RecurrentStates(self.settings.layer_numbers)  # states: of a hybrid's other layers
+        self.model_stamp: ModelStamp | None = None  # of the model that reads the text
         self.seen_B: Tensor | None = None  # tokens of each row
         self.now: Forward | None = None  # the pass in progress
-        self.shared: Tensor | None = None  # the score that all layers share
+        self.shared_score: Tensor | None = None  # of all layers
         self.steps: BoundSteps | None = None  # decode steps prepared for these layers
         self.stack_due = False  # layers are to be stacked before the next step, to take it as one
-        self.make_table: Callable[[int], Any] | None = None  # makes a rotary table, for renumbered keys
+        self.make_rotary_table: Callable[[int], Any] | None = None  # for renumbered keys
         self.rotary: tuple[int, Any] | None = None  # the last table, and its number of positions
-        self.limits_of: dict[tuple[object, ...], Limits] = {}  # protected sizes that layers share
-        self.choice = Choice(self.settings.backend)  # of backends
+        self.shared_limits: dict[tuple[object, ...], Limits] = {}  # protected sizes
+        self.backend_choice = Choice(self.settings.backend)
         self.meter = Meter()  # of bytes allocated
-        self.record: PassRecord | None = None  # notes of the passes over this cache
-        self.parts: dict[int, Any] = {}  # of a cache for one pass: what reports need of its layers
-        self.lifetimes = Lifetimes(len(self.layers)) if self.settings.record else None  # when tokens were evicted
+        self.pass_record: PassRecord | None = None  # of the patch's passes over this cache
+        self.layer_parts: dict[int, Any] = {}  # of a cache for one pass: what reports need of its layers
+        self.lifetimes = Lifetimes(len(self.layers)) if self.settings.records_lifetimes else None  # when tokens were evicted
         self.messages: Messages | None = None  # of a chat's prompt
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: globals go at exit
-        record = vars(self).get("record")  # missing if __init__ raised
+        record = vars(self).get("pass_record")  # missing if __init__ raised
         if record is not None and not finalizing():
             record.release(self)
 
     def reset(self) -> None:
-        """Empty the cache, even after an interrupted change; `room`, `drafts` and `make_table` stay."""
-        self.operations = {"change": ["reset()"]}  # marked as being changed, whatever was interrupted
-        self.changes += 1
+        """Empty the cache, even after an interrupted change; `static_room`, `may_roll_back` and `make_rotary_table` stay."""
+        self.in_progress = {"change": ["reset()"]}  # marked as being changed, whatever was interrupted
+        self.n_changes += 1
         super().reset()  # empties the layers
-        room, drafts, make_table = self.request.room, self.request.drafts, self.make_table
+        room, drafts, make_table = self.plans.static_room, self.plans.may_roll_back, self.make_rotary_table
         self._empty()
-        self.request.room, self.request.drafts, self.make_table = room, drafts, make_table
+        self.plans.static_room, self.plans.may_roll_back, self.make_rotary_table = room, drafts, make_table
         if any(layer.record_past for layer in self.layers):
             self.states.activate_past_recording()
         self.end_change()
 
     def catch_up(self) -> None:
-        """Count the steps that ran under torch.compile, before `begin` or a method uses the cache; waits for the device."""
+        """Count the steps that ran under torch.compile, before `begin` or a method uses the cache; waits for the device.
+
+        They have advanced tensors alone: here the numbers, ids and modes that the host keeps follow. `in_progress["stale"]` is
+        set meanwhile: if that is interrupted, steps are not counted twice, and the next use raises an error (guard.py).
+        """
         counters = self.counters
-        if not counters.stale or self.operations.get("stale"):
+        if not counters.has_uncounted_steps or self.in_progress.get("stale"):
             return
-        self.operations["stale"] = ["step under torch.compile"]
-        count = int(counters.tensors.columns) - self.layers[0].seen  # compiled steps since
+        self.in_progress["stale"] = ["step under torch.compile"]
+        count = int(counters.tensors.columns) - self.layers[0].columns_read  # compiled steps since
         counters.steps += count
         if count > 0 and self.keeps_ids:
-            self.note_ids(counters.tensors.read_tape(self.seen, count), count)
-        self.choice.ran |= self.choice.coming  # backends of the steps, for reports
-        self.drop_stack()  # layers get buffers of their own again
+            self.note_ids(counters.tensors.read_tape(self.columns_read, count), count)
+        self.backend_choice.ran_last |= self.backend_choice.may_run  # backends of the steps, for reports
+        self.unstack_layers()  # a stack: the layers' tensors joined, so that one step takes all of them (attention/stacked.py)
         for layer in self.layers:
-            layer.seen += count
+            layer.columns_read += count
             layer.mode.count(count)
-            layer.ahead = None  # state computed ahead for coming tokens
+            layer.precomputed_state = None  # the policy's state of the next tokens, by their positions
             layer.traced = False
             layer.refresh_free_slots()
-        counters.stale = False
-        self.operations.pop("stale")
+        counters.has_uncounted_steps = False
+        self.in_progress.pop("stale")
 
     @property
     def keeps_ids(self) -> bool:
         """True if the ids of tokens are kept."""
-        return not self.scratch
+        return not self.for_one_pass
 
     def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
         """For `_note_ids` and `catch_up`: note the ids of Q columns that were read, after those seen; see `TokenIds.write`."""
         B, device = len(self.lengths_B), self.lengths_B.device
-        self.ids.skip_columns(B, self.seen, device)
+        self.ids.skip_columns(B, self.columns_read, device)
         self.ids.write(ids_BQ, B, Q, device, real_BQ)
 
     @property
-    def seen(self) -> int:
+    def columns_read(self) -> int:
         """Columns seen, padding included."""
-        return self.layers[0].seen
+        return self.layers[0].columns_read
 
     def count_in(self, dtype: torch.dtype) -> None:
         """Count a budget in bytes for keys of this dtype, if no text has been read yet."""
@@ -249,41 +250,41 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     @property
     def counts_padding(self) -> bool:
         """True if positions of some row count padding; rows that had it may have gone. Waits for the device."""
-        return self.rows.by_columns and bool((self.read_B < self.seen).any())
+        return self.rows.by_columns and bool((self.read_B < self.columns_read).any())
 
     @property
-    def running(self) -> Forward:
+    def current_pass(self) -> Forward:
         """The forward pass in progress."""
         assert self.now is not None, "passes.begin() runs in the decoder's pre-hook"
         return self.now
 
-    def span(self) -> int:
+    def count_temperature_steps(self) -> int:
         """Return the decode steps over which a score's temperature changes."""
-        return self.request.new_tokens or self.settings.policy.needs.span
+        return self.plans.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
         """Return, for `_add_statistics` and kernels, the softmax temperature `ahead` steps into a pass: [B] if rows differ."""
-        policy, counters, now = self.settings.policy, self.counters, self.running
-        shortfall_B, span_B = counters.shortfall_B, None if self.request.new_tokens else counters.span_B  # rows' steps behind
+        policy, counters, now = self.settings.policy, self.counters, self.current_pass
+        behind_B, span_B = counters.steps_behind_B, None if self.plans.new_tokens else counters.temperature_steps_B
         if now.traced:
-            tensors = counters.tensors
-            steps, span = tensors.steps + ahead, tensors.span if span_B is None else span_B
-            return policy.needs.temperature(steps if shortfall_B is None else steps - shortfall_B, span)
+            steps, span = counters.tensors.steps + ahead, counters.tensors.temperature_steps if span_B is None else span_B
+            return policy.needs.temperature(steps if behind_B is None else steps - behind_B, span)
         step = now.first_step + ahead
-        if shortfall_B is None:  # all rows have taken as many steps
+        if behind_B is None:  # all rows have taken as many steps
             if span_B is None:  # and their temperature changes over the same span
-                return policy.needs.temperature(step, self.request.new_tokens)
+                return policy.needs.temperature(step, self.plans.new_tokens)
             return policy.needs.temperature(span_B.new_tensor(step), span_B)
-        return policy.needs.temperature(step - shortfall_B, shortfall_B.new_tensor(self.span()) if span_B is None else span_B)
+        span_B = behind_B.new_tensor(self.count_temperature_steps()) if span_B is None else span_B
+        return policy.needs.temperature(step - behind_B, span_B)
 
     def limits(self, sizes: Sequence[Sequence[int]], device: torch.device) -> Limits:
         """Return, for `set_limits`, the Limits (protected sizes) of these sizes per row; layers of equal sizes share one."""
         key = (tuple(map(tuple, sizes)), device)
-        if key not in self.limits_of:
-            self.limits_of[key] = Limits.of(key[0], device)
-        return self.limits_of[key]
+        if key not in self.shared_limits:
+            self.shared_limits[key] = Limits.of(key[0], device)
+        return self.shared_limits[key]
 
-    def drop_stack(self, due: bool | None = None) -> None:
+    def unstack_layers(self, due: bool | None = None) -> None:
         """Undo the stacking of layers (their tensors joined, to step as one) and prepared steps, for `crop` and others.
 
         due: stack again before the next step, None: if layers were stacked, or were going to be.

@@ -273,8 +273,9 @@ class _Streamer(CBStreamer):
     def put(self, output: Any) -> None:
         """Decode an output's new tokens, and put their text into the queue. `take_output` calls it with each output.
 
-        `total_tokens` leaves out those after a stop string: their number depends on the load. If the text cannot be parsed,
-        only this request fails: an exception would lose the outputs of other requests of the same forward pass.
+        `total_tokens` leaves out those after a stop string, since their number depends on the load (the request is cancelled
+        between two passes). If the text cannot be parsed, only this request fails: an exception would lose the outputs of other
+        requests of the same forward pass.
         """
         try:
             super().put(output)

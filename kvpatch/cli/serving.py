@@ -191,7 +191,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
     def build_mended(manager: Any, *more: Any, **named: Any) -> Any:
-        """Build transformers' app in place of build_server(), which Serve() calls; wrap the app for kvpatch."""
+        """For Serve(), in place of build_server(): build transformers' app; mend its checks, hang-ups and form of errors."""
         for handler in (*more, *named.values()):
             if isinstance(handler, BaseHandler):
                 handler.get_processor_inputs_from_messages = convert_messages  # type: ignore[method-assign]

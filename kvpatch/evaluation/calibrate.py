@@ -59,7 +59,7 @@ def calibrate(
             for index, layer in enumerate(cache.layers):
                 if "repeated" in layer.state and teacher is not None:  # the teacher's scores
                     _add_piece(_read_scores(layer, teacher.scope.sinks), sums.setdefault(index, {}))
-                elif isinstance(recent := layer.notes.get("recent"), NewestQueries):  # the piece's queries
+                elif isinstance(recent := layer.need_notes.get("recent"), NewestQueries):  # the piece's queries
                     _add_piece(readers[index].read_queries(layer, recent), sums.setdefault(index, {}))
             on_piece()
     # from the sums over all pieces to what the calibration stores, such as means
@@ -143,7 +143,7 @@ class _LayerReader:
             return None
         v_BHTD = layer.view()[1]
         rows, _ = self.bound.output_rows(v_BHTD, group, self.parallel)
-        return layer.statistic("area")[0, :, : layer.used] * projected_norms(v_BHTD, rows, 2)[0]
+        return layer.statistic("area")[0, :, : layer.columns_used] * projected_norms(v_BHTD, rows, 2)[0]
 
 
 def _read_scores(layer: SlotLayer, sinks: int) -> Sample:

@@ -86,7 +86,7 @@ class Checks:
     """
 
     def __init__(self, model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, seed: int = 0) -> None:
-        """For `check_model`: refuse what `patched` does, draw token ids, and measure the tolerance by two unpatched passes."""
+        """For `check_model`: refuse what `patched` refuses, draw token ids, measure the tolerance by two unpatched passes."""
         self.model, self.seed = model, seed
         if getattr(model, "training", False):
             raise KVPatchError("A model in training mode fills no cache, which check_model() looks at: call model.eval().")
@@ -126,7 +126,7 @@ class Checks:
             ("the same seed gives the same logits", self.check_seeds),
             ("the model is as it was after the block", self.check_restored),
         ]
-        served = why_not("forget", self.settings.combine()) is None  # forget() is possible under these settings
+        served = why_not("forget", self.settings.list_features()) is None  # forget() is possible under these settings
         return [self._run_check(name, check) for name, check in checks if served or check != self.check_forgetting]
 
     def _run_check(self, name: str, check: Callable[[], Outcome]) -> CheckResult:

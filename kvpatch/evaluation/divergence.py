@@ -93,10 +93,10 @@ class Comparison:
     Args:
         model: a causal language model.
         ids_1T: token ids of the text.
-        n: tokens of the prompt; the rest is fed one by one.
+        n: tokens of the prompt, read in one pass; the rest is fed one by one.
         schedule: of the policies; None for each policy's own.
         seed: of the policies' random numbers.
-        asked: tokens of a question that are fed first; what is predicted within it does not count.
+        asked: tokens of a question at the beginning of what is fed after the prompt; predictions within it do not count.
     """
 
     def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0, asked: int = 0) -> None:
@@ -105,9 +105,9 @@ class Comparison:
         # index of the first prediction that counts: not the prompt's own, which precedes any eviction, nor a question's
         self.first = max(1, asked)
         Target.find(model)  # raises for a model without an adapter, before anything is measured
-        full = feed(model, ids_1T, n)
+        full = feed(model, ids_1T, n)  # logits of the prompt's last token and of each fed one, and the cache's bytes
         self.nbytes = full.nbytes
-        self.log_p_SV = self._log_probabilities(full)
+        self.log_p_SV = self._log_probabilities(full)  # of the S predictions that count
 
     def run(
         self,

@@ -103,7 +103,7 @@ def predict_masked(
     seen = [seen[layer] for layer, _, _ in target.modules()]
     pads_B = torch.zeros(1, dtype=torch.int64, device="cpu") if mask_BT is None else (mask_BT.cumsum(-1) == 0).sum(-1).cpu()
     with _put_masks(attentions, seen, pads_B):
-        if target.stack is not None and target.stack.states:
+        if target.layer_numbers is not None and target.layer_numbers.states:
             return feed(model, ids_BT, n, mask_BT).logits_BSV
         return widen(predictions(model(ids_BT, attention_mask=mask_BT, use_cache=False, **places)))[:, n - 1 :]
 

@@ -85,15 +85,16 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
         check_engine(transformers.__version__)
         chunks = any(isinstance(shape.sliding, Chunk) for shape in state.shapes)  # layers that attend within chunks
         sharded = getattr(self, "_device_mesh", None) is not None
-        refuse("continuous batching", state.combine(chunks=chunks, sharded=sharded, messages=messages))
+        refuse("continuous batching", state.list_features(chunks=chunks, sharded=sharded, messages=messages))
         from ..serving import engine
 
         # bytes of a token's keys and values in all layers, by which the engine fits requests into its memory
         bits, size, layers = state.settings.bits, self.dtype.itemsize, zip(state.shapes, state.settings.latent, strict=True)
         kv_bytes = sum(layer.heads * count_entry_bytes(bits, layer.key, layer.value, size, latent) for layer, latent in layers)
-        positions, limit = _limit_positions(self, state)
+        positions, limit = _limit_positions(self, state)  # of a request: the most, and what an error says of them
         reader = self.get_submodule(decoder)  # the decoder, which reads texts
         find = functools.partial(_find_prefix, reader, state.prefixes)
+        # _make_courier makes the mask by which the decoder's hook finds the requests; a request with placeholders is refused
         terms = engine.EngineTerms(state.settings, positions, kv_bytes, _make_courier, find, limit, placeholders)
         given = _TOKENIZER.get() if tokenizer is None else tokenizer  # for stop strings
         if conversations is not None:  # how the engine edits a kept cache, and tells if this model may go on from it
@@ -121,17 +122,17 @@ def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> 
     """Return the longest prefix (a text read before, for others to go on from) that a request's text begins with.
 
     `RequestPool.find_prefix` is this function; the engine's admission calls it for each request it takes in. None if there is
-    no such prefix, or if a model with other weights or adapters than `decoder` has read it. read_by: the stamp (fingerprint) of
-    the model that read the prefix.
+    no such prefix, or if a model with other weights or adapters than `decoder` has read it.
     """
     prefix = prefixes.longest(ids)
-    same = prefix is None or prefix.read_by is None or prefix.read_by.decoder() is decoder or _is_read_alike(decoder, prefix)
-    return prefix if same else None
+    if prefix is None or prefix.model_stamp is None:
+        return prefix
+    return prefix if prefix.model_stamp.decoder() is decoder or _is_read_alike(decoder, prefix) else None
 
 
 def _is_read_alike(decoder: nn.Module, cache: EvictingCache | Prefix) -> bool:
     """Tell if the model that has read a cache computes as this one does now: the same weights and adapters."""
-    return cache.read_by is not None and cache.read_by.differs(stamp_model(decoder)) is None
+    return cache.model_stamp is not None and cache.model_stamp.differs(stamp_model(decoder)) is None
 
 
 def _make_courier(pool: RequestPool) -> Tensor:

@@ -40,7 +40,7 @@ def round_capacities(cache: EvictingCache) -> None:
     layers = [layer for index, layer in enumerate(cache.layers) if _follows_prompt(cache, index)]
     if all(_is_rounded(layer) for layer in layers):
         return
-    cache.drop_stack(due=cache.stacked)  # layers' tensors may be views of one that stacks all layers
+    cache.unstack_layers(due=cache.stacked)  # layers' tensors may be views of one that stacks all layers
     # RoCo's number of protected tokens would be a constant of the graph: without it a step reads the tensor beside it
     new_limits: dict[int, Limits] = {}  # numbers of protected tokens; layers that shared an object share the new one
     for layer in layers:
@@ -49,7 +49,7 @@ def round_capacities(cache: EvictingCache) -> None:
         if old is not None:
             layer.limits = new_limits.setdefault(id(old), replace(old, deviation_count=None))
     # a captured step asserts that the text stays below this number of columns, up to which all layers have free slots
-    columns_with_room = [layer.seen + layer.mode.room for layer in cache.layers if layer.mode.growing]
+    columns_with_room = [layer.columns_read + layer.mode.writes_left for layer in cache.layers if layer.mode.has_short_heads]
     cache.counters.tensors.limit.fill_(min(columns_with_room, default=0))
 
 
@@ -64,7 +64,7 @@ def _follows_prompt(cache: EvictingCache, index: int) -> bool:
         return False
     if isinstance(layer.mode, Growing):  # nothing is evicted
         return True
-    if not isinstance(layer.mode, Evicting) or layer.mode.growing:  # growing: a head may need more slots before it evicts
+    if not isinstance(layer.mode, Evicting) or layer.mode.has_short_heads:  # such a head may need more slots before it evicts
         return False
     # a budget of k tokens (not a share of the prompt), which counts prompt and answer alike
     constant = isinstance(rule, Size) and isinstance(rule.k, int) and cache.settings.policies[index].schedule != "decode"
@@ -73,13 +73,14 @@ def _follows_prompt(cache: EvictingCache, index: int) -> bool:
 
 def _is_rounded(layer: SlotLayer) -> bool:
     C, limits = layer.positions.shape[2], layer.limits
-    return layer.holes and layer.used == C == round_capacity(C) and (limits is None or limits.deviation_count is None)
+    rounded = layer.may_have_empty and layer.columns_used == C == round_capacity(C)
+    return rounded and (limits is None or limits.deviation_count is None)
 
 
 def _widen(layer: SlotLayer, C: int) -> None:
-    """Enlarge a layer in place to C slots a head, for `round_capacities`; attention masks the new, empty slots (holes)."""
+    """Enlarge a layer in place to C slots a head, for `round_capacities`; attention masks the new, empty slots."""
     before = layer.positions.shape[2]
     layer.resize_slots([C])
-    layer.used, layer.holes = C, True  # all slots count as used, and those without a position as empty
+    layer.columns_used, layer.may_have_empty = C, True  # all slots count as used, and those without a position as empty
     if isinstance(layer.mode, Growing):
         layer.mode.slack += C - before  # tokens that can still be written before buffers move

@@ -28,7 +28,7 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
     past: a DynamicCache, or an EvictingCache that has evicted nothing. ids, mask: its tokens and padding mask, or None. Scores
     are computed from the keys and values alone, or by a second reading of the prompt if the policy asks for one.
     """
-    refuse("compress", state.combine())
+    refuse("compress", state.list_features())
     by_columns = isinstance(past, EvictingCache) and past.rows.by_columns  # its positions count padding columns
     if isinstance(past, EvictingCache):
         past, mask = _take_entries(past)
@@ -36,18 +36,18 @@ def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: 
     cache, devices = state.new_cache(), target.devices()
     with torch.inference_mode(False), torch.no_grad():
         from_dynamic.absorb(cache, past, mask, ids_known=ids is not None)  # copies the keys and values
-        cache.read_by = stamp_model(target.decoder)
+        cache.model_stamp = stamp_model(target.decoder)
         ids_BN = ids if ids is None or mask is None else ids.masked_fill(mask.to(ids.device) == 0, -1)
         # begin a pass without tokens, which ends the prompt; now: facts about it
         now = passes.begin_compression(cache, ids_BN, decoder.table_maker(target.decoder, state, devices[0]))
         if by_columns:
             # positions in `past` counted padding columns too, so the next token's is higher by these
-            now.ahead_B1 = past.get_seq_length() - cache.lengths_B[:, None]
+            now.position_offset_B1 = past.get_seq_length() - cache.lengths_B[:, None]
         _end_prompt(target, cache, devices)
-        if now.reread_BN is None:
+        if now.reread_ids_BN is None:
             passes.end_pass(cache)
         else:  # tokens of the prompt that the policy asks to read a second time; layers evict after that
-            read_again(target.decoder, cache, state, now.reread_BN)
+            read_again(target.decoder, cache, state, now.reread_ids_BN)
     if cache.settings.strict:
         anomaly.check_cache(cache)
     return cache
@@ -62,15 +62,16 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
     There are no queries here: policies that score by them are refused, unless they read the prompt a
     second time. Then their layers wait, and evict in `read_again`.
     """
-    shapes, now = target.shapes(), cache.running
+    shapes, now = target.shapes(), cache.current_pass
     for layer, (module, adapter) in enumerate(target.attentions):
         shape = shapes[layer]
         call = Call(cache, now, layer, BoundAdapter(adapter, module, shape.heads), shape.group or 1, devices[layer])
         call.slots.sliding = call.geometry.sliding  # the layer's sliding window, or None
-        nominal_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []  # protected tokens by row
+        protected_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []  # tokens by row
         size = (len(now.n_B), shape.heads, call.group, 1, shape.key)
         queries = call.slots.kv.keys.new_empty(size, dtype=call.slots.dtype)  # only their shape, dtype and device are read
-        compress.end_prompt(call, call.slots.used, nominal_B, queries)  # evicts; layers that share a budget wait for the last
+        # evicts; layers that share a budget wait for the last
+        compress.end_prompt(call, call.slots.columns_used, protected_B, queries)
 
 
 def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
@@ -91,8 +92,8 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
         taken = DynamicCache()
         for layer, slots in enumerate(past.layers):
             dense = slots.kv.make_dense(*slots.positions.shape[:2])  # [B,H,T,D], also of heads of different lengths
-            taken.update(*dense.as_transformers(slots.used), layer)
-        return taken, past.layers[0].positions[:, 0, : past.layers[0].used] >= 0
+            taken.update(*dense.as_transformers(slots.columns_used), layer)
+        return taken, past.layers[0].positions[:, 0, : past.layers[0].columns_used] >= 0
 
 
 def _check_past(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:

@@ -114,29 +114,29 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
     positions.check_positions(call, cache, tokens, mask, state)
     cache.count_in(keys_dtype(decoder, tokens.device.type))  # turns a budget in bytes into tokens
     (B, Q), n_seen = tokens.shape[:2], cache.get_seq_length()
-    with torch.inference_mode(False), torch.no_grad():  # as in attention.attend
-        repeatable = cache.scratch and decoder.training  # gradient checkpointing may run the pass twice
-        table = table_maker(decoder, state, tokens.device)
+    # note in `cache.now` what layers will read of this pass; tensors made here can be written in later passes
+    with torch.inference_mode(False), torch.no_grad():
+        repeatable = cache.for_one_pass and decoder.training  # gradient checkpointing may run the pass twice
+        table = table_maker(decoder, state, tokens.device)  # makes rotary embeddings; or None
         ids = state.outer_inputs.take(B, Q)  # where the decoder gets embeddings
-        passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, ids)  # sets cache.now
+        passes.begin(cache, B, Q, mask, call.get("input_ids"), tokens.device, table, repeatable, ids)
         if reader is not None:
             offsets.note_offsets(reader, cache, B, tokens.device)
     positions.place_tokens(call, cache, tokens, n_seen, state)
     # the decoder gets a mask of one entry; it carries a cache that no argument may name, as the caller wants none
     one_entry = pass_mask(tokens.device)
-    decoder_mask = Courier.carrying(cache, one_entry) if cache.scratch else one_entry.as_subclass(PassMask)
-    call["attention_mask"] = mask_by_kind(state.settings.stack, decoder_mask, mask, Q)
-    set_cache(call, None if cache.scratch else cache, state.cache_name)
-    call["use_cache"] = not cache.scratch
+    decoder_mask = Courier.carrying(cache, one_entry) if cache.for_one_pass else one_entry.as_subclass(PassMask)
+    call["attention_mask"] = mask_by_kind(state.settings.layer_numbers, decoder_mask, mask, Q)
+    set_cache(call, None if cache.for_one_pass else cache, state.cache_name)
+    call["use_cache"] = not cache.for_one_pass
     return (), call
 
 
 def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> EvictingCache:
     """Return the cache that a pass is to fill, for `_begin_pass`: the caller's or a new one; raise if it isn't this patch's."""
     past, config = cache_of(call), getattr(decoder, "config", None)
-    scratch = _is_scratch(decoder, call)
     cache = state.new_cache() if past is None else ownership.require_evicting_cache(past)
-    cache.scratch = scratch  # True: dropped when the pass ends
+    cache.for_one_pass = _is_scratch(decoder, call)
     n_layers = state.settings.within(getattr(config, "num_hidden_layers", sys.maxsize))
     if len(cache.layers) != n_layers:
         raise KVPatchError(
@@ -150,10 +150,10 @@ def _choose_cache(decoder: nn.Module, call: dict[str, Any], state: PatchState) -
 def _drop_seen_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor) -> Tensor:
     """Return a pass's new tokens (ids [B,Q] or embeddings), for `_begin_pass`; drop from `call` those that its cache has read.
 
-    generate() may give the whole text to its first pass; it has noted in `request.reread_columns` how many columns are read.
+    generate() may give the whole text to its first pass; it has noted in `plans.resent_columns` how many columns are read.
     """
-    n_read, cache.request.reread_columns = cache.request.reread_columns, 0
-    if n_read and tokens.shape[1] >= (cache.request.prompt_len or 0):
+    n_read, cache.plans.resent_columns = cache.plans.resent_columns, 0
+    if n_read and tokens.shape[1] >= (cache.plans.prompt_len or 0):
         tokens = inputs.drop_read(call, n_read, tokens.shape[1])
     if not tokens.shape[1]:
         raise KVPatchError(
@@ -168,18 +168,18 @@ def _check_batch(
 ) -> Tensor | None:
     """Check, for `_begin_pass`, that a cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
 
-    `seen` is the number of columns that the cache has read. The copy of a prefix (a text read before, from which several texts
-    start) has one row, which is repeated for each row of the batch.
+    seen: columns that the cache has read. copy_per_row: it is a copy of a prefix (a text read before, from which several texts
+    start); its one row is then repeated here for each of the B rows. prompt_len: columns of a prompt that generate() announced.
     """
     B, Q = tokens.shape[:2]
-    cache.check_finished()
-    if Q > 1 or cache.get_seq_length() < (cache.request.prompt_len or 1):  # not in a step, which has no time for it
-        ownership.note_reader(cache, decoder, state)
-    is_prefix, cache.request.copy_per_row = cache.request.copy_per_row, False
+    cache.refuse_unfinished()
+    if Q > 1 or cache.get_seq_length() < (cache.plans.prompt_len or 1):  # a prompt; a step has no time for it
+        ownership.note_reader(cache, decoder, state)  # raises if another model has read what the cache holds
+    is_prefix, cache.plans.copy_per_row = cache.plans.copy_per_row, False
     if is_prefix and B > 1:
         cache.batch_repeat_interleave(B)
     mask = inputs.check_padding_mask(call.get("attention_mask"), B)
-    mask = inputs.unmask_empty_rows(mask) if cache.scratch else mask
+    mask = inputs.unmask_empty_rows(mask) if cache.for_one_pass else mask
     passes.check_batch(cache, B, Q, mask)  # first, since a mask that is too short also makes too few position_ids
     # compare the mask with what the cache has read, but not in each step of generate(), whose mask just goes on
     if mask is not None and cache.get_seq_length() and (Q > 1 or _is_by_hand(cache, mask)):
@@ -190,7 +190,7 @@ def _check_batch(
 
 def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
     """Tell if the user calls this step, whose mask must be checked; generate() extends its own. No mask on a GPU is read."""
-    read = cache.request.prompt_len
+    read = cache.plans.prompt_len
     return at_hand(mask_BT) and (read is None or cache.get_seq_length() < read)
 
 
@@ -219,7 +219,7 @@ def _begin_packed(decoder: nn.Module, call: dict[str, Any], pool: RequestPool, s
         tokens = state.outer_inputs.take(*call["inputs_embeds"].shape[:2])
     packed = pool.next_pass()
     for part in packed.parts:
-        if part.cache.read_by is None:  # nothing was read into it yet
+        if part.cache.model_stamp is None:  # nothing was read into it yet
             ownership.note_reader(part.cache, decoder, state)
     with torch.inference_mode(False), torch.no_grad():
         packed.begin(tokens[0], table_maker(decoder, state, tokens.device))
@@ -269,7 +269,7 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
     """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if it cannot.
 
-    `before_decoder` calls it. joined: rows of the cache are at different positions of their texts. renumbered: keys are cached
+    `before_decoder` calls it. concatenated: its rows are at different positions of their texts. renumbered: keys are cached
     unrotated, and rotated to their rank among the keys held.
     """
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
@@ -283,7 +283,7 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
         return False  # the model's own code has run since the last pass under the patch
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
-    if cache.rows.joined and not cache.settings.renumbered:
+    if cache.rows.concatenated and not cache.settings.renumbered:
         inputs.give_position_ids(call, cache, 1, mask, state.decoder_parameters, state.why_positions_fixed)
     # sets `cache.now`, and counts the tokens on the device
     compiled.begin_step(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))

@@ -21,7 +21,7 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
     `Patch.replace` calls it, and a serving engine that keeps conversations. Evicts the old tokens, moves later ones and reads
     the new ones. reader: the decoder. reread: number of tokens after the span to read again.
     """
-    refuse("replace", state.combine())
+    refuse("replace", state.list_features())
     ownership.check_made_here(cache, state)
     # the tokens to read, their positions, and how many positions they need beyond the span's
     tokens_BQ, places_Q, opened = replacing.check_replaced(cache, span, ids, reread, state.why_positions_fixed)

@@ -46,11 +46,11 @@ def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> 
         loaded = load_lossless(
             lossless.new_cache(state), check_path(path), target.identity(), target.shapes(), target.devices()
         )
-        loaded.drafts.read_by = stamp_model(target.decoder)
+        loaded.drafts.model_stamp = stamp_model(target.decoder)
         return loaded
     cache = load(state.new_cache(), check_path(path), target.identity(), target.shapes(), target.devices())
     cache.lifetimes = None  # when tokens were evicted, for `record=True`: the file does not say
-    cache.read_by = stamp_model(target.decoder)
+    cache.model_stamp = stamp_model(target.decoder)
     cache.states.place(target.state_devices())
     clear_offsets(target.outer, cache)  # of positions after images, which a file never holds
     with torch.no_grad():  # geometry comes from the model; concatenate() compares it

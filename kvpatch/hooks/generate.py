@@ -58,7 +58,7 @@ def _run_with_cache(
 ) -> Any:
     """Run the model's generate() once with an EvictingCache, unless its options ask for no cache or another kind.
 
-    The wrapper of generate() calls it. Changes `kwargs`, the cache and the patch's log. `cache.request` holds the lengths of
+    The wrapper of generate() calls it. Changes `kwargs`, the cache and the patch's log. `cache.plans` holds the lengths of
     prompt and answer until `_finish` clears them. run: the unpatched generate(). steps: CUDA graphs of its decode steps.
     """
     state = steps.state
@@ -79,11 +79,11 @@ def _run_with_cache(
     # the cache, and the text compared with what it has read
     past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
     cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
-    cache.check_finished()
+    cache.refuse_unfinished()
     given = texts.Given.of(args, kwargs, cache.get_seq_length())
-    assists, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.changes
+    assists, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.n_changes
     if compiles:
-        refuse("compile_config", state.settings.combine())
+        refuse("compile_config", state.settings.list_features())
     virtual = _virtual_tokens(self)  # how many tokens PEFT puts before the prompt
     if given.columns is not None and not assists:
         texts.check_mask(given)
@@ -96,10 +96,10 @@ def _run_with_cache(
             _prepare_drafts(cache, given.columns)
         elif given.columns is not None:
             _announce_prompt(cache, given, virtual)
-            cache.request.new_tokens = _count_new(kwargs, configs, (cache.request.prompt_len or 0) - virtual)
-            cache.request.room = cache.request.new_tokens if compiles else cache.request.room  # slots that stay in place
+            cache.plans.new_tokens = _count_new(kwargs, configs, (cache.plans.prompt_len or 0) - virtual)
+            cache.plans.static_room = cache.plans.new_tokens if compiles else cache.plans.static_room  # slots that stay
             if not state.settings.transparent and _drafts_wanted(kwargs, *configs):
-                inputs.refuse_switch(self, given.whole or 0, cache.request.new_tokens or DEFAULT_LENGTH)
+                inputs.refuse_switch(self, given.whole or 0, cache.plans.new_tokens or DEFAULT_LENGTH)
         set_cache(kwargs, cache, cache_name)
         offsets.give_back_offsets(self, cache, None if given.ids is None else len(given.ids))
         state.log.start(cache, made_here=past is None)
@@ -108,8 +108,8 @@ def _run_with_cache(
         with steps.with_graphs(self, cache) if captured else nullcontext():
             return run(*args, **kwargs)
     except BaseException:
-        if compiles and cache.changes > changes:  # the progress of an interrupted compiled step is unknown
-            cache.operations.setdefault("change", ["generate() under torch.compile"])
+        if compiles and cache.n_changes > changes:  # the progress of an interrupted compiled step is unknown
+            cache.in_progress.setdefault("change", ["generate() under torch.compile"])
         raise
     finally:
         _finish(cache, state)
@@ -144,38 +144,40 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Note a prompt's length in `cache.request` if type(model).generate() runs; cleared when its copy `config` is freed."""
+    """Note a prompt's length in `cache.plans` if type(model).generate() runs; cleared when its copy `config` is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
         _prepare_drafts(cache, columns)
     elif columns is not None:
-        cache.request.prompt_len = columns
-        cache.request.new_tokens = None if config.max_length is None else max(int(config.max_length) - columns, 1)
+        cache.plans.prompt_len = columns
+        cache.plans.new_tokens = None if config.max_length is None else max(int(config.max_length) - columns, 1)
     weakref.finalize(config, _finish, cache, state).atexit = False
 
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
-    """Note in `cache.request`, for `_run_with_cache`, the columns up to the prompt's end: read before, PEFT's, and new ones."""
+    """Note in `cache.plans`, for `_run_with_cache`, the columns up to the prompt's end: read before, PEFT's, and new ones."""
     # columns of the whole text, if known, and those that the cache has read. given.alone: only new tokens were given
-    columns, seen = given.whole or 0, given.seen
+    columns, seen = given.whole or 0, given.columns_read
     if not virtual:
-        cache.request.prompt_len = columns
-        cache.request.reread_columns = 0 if given.alone else seen  # tokens read before that the first pass may bring again
+        cache.plans.prompt_len = columns
+        cache.plans.resent_columns = 0 if given.alone else seen  # tokens read before that the first pass may bring again
     else:  # input_ids that only continue a cache leave out the tokens it has seen
-        cache.request.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
+        cache.plans.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
 
 
 def _finish(cache: EvictingCache, state: PatchState) -> None:
-    """Clear `cache.request` and log the end time, for `_run_with_cache` after generate(), also if it failed."""
-    cache.request.prompt_len = cache.request.new_tokens = None
-    cache.request.reread_columns = 0
+    """Clear `cache.plans` and log the end time, for `_run_with_cache` after generate(), also if it failed."""
+    cache.plans.prompt_len = cache.plans.new_tokens = None
+    cache.plans.resent_columns = 0
     state.log.finish(cache)
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
     """Return the cache for a generate(): a new one for `past` None, a copy of an unpatched one, or `past`, an EvictingCache."""
-    refuse("generate() of the class", state.combine())  # lossless=True: type(model).generate() has passed by what drafts
+    # raises under lossless=True, which drafts in the wrapper of model.generate() and makes its cache there: a generate() that
+    # comes here has passed the wrapper by, as type(model).generate() does
+    refuse("generate() of the class", state.list_features())
     if past is None:
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))
@@ -188,12 +190,12 @@ def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None)
 def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
     """Prepare an assistant model's cache, for `_run_with_cache`: it records drafting steps, so that they can be undone."""
     cache.activate_past_recording()
-    cache.request.drafts = True
+    cache.plans.may_roll_back = True
     if columns is not None and cache.get_seq_length() >= columns:
         cache.reset()  # transformers 5.15 leaves rejected drafts in it: read the text anew
     seen = cache.get_seq_length()
     # the last token of the text is read by the first decode step
-    cache.request.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
+    cache.plans.prompt_len = seen or (None if columns is None else max(columns - 1, 1))
 
 
 def _cache_parameter(run: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:

@@ -80,7 +80,7 @@ class GenerateSteps:
         if not state.options.graphs or make is None or STEP_CALL in vars(model):
             return None
         # a policy or feature whose steps cannot be captured (untraced: the reason why)
-        if state.settings.untraced or why_not("graph()", state.combine()):
+        if state.settings.untraced or why_not("graph()", state.list_features()):
             return None
         described = describe_model(model, device, state.overrides)
         if described is None or described != self._described:
@@ -94,7 +94,7 @@ class GenerateSteps:
         """Run one pass of generate(), which calls this for the model in `running`: by a graph if it is a decode step."""
         # another cache than the one of this generate(), such as an assistant model's
         foreign = bool(args) or cache_of(inputs) is not cache
-        reads = cache.seen < (cache.request.prompt_len or 0)  # a prompt in pieces, the last of which may be one token
+        reads = cache.columns_read < (cache.plans.prompt_len or 0)  # a prompt in pieces, the last of which may be one token
         taken = None if foreign or reads else _take_inputs(inputs)
         output = None if taken is None else self._step_by_graph(graph, taken, cache)
         return type(model).__call__(model, *args, **inputs) if output is None else output

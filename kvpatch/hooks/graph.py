@@ -33,7 +33,7 @@ from .state import NotCaptured, PatchState
 
 _LOG = logging.getLogger(__name__)
 KINDS = 16  # of steps whose graphs are kept: each holds a cache's memory, and under a share of the prompt every class is a kind
-COUNTS = ("seen", "floor", "slack", "grown", "steps")  # a traced step reads none of these numbers
+COUNTS = ("columns_read", "first_croppable", "slack", "grown", "steps")  # a traced step reads none of these numbers
 NO_DEVICE = (
     "patch.graph() captures steps in CUDA graphs, and {}. Call the model itself, or compile its step: "
     "torch.compile(model.forward) over a cache of patch.new_cache(room=...)."
@@ -66,7 +66,8 @@ class _Captured:
     def goes_on(self, inputs: Inputs, cache: EvictingCache) -> bool:
         """Tell if the next step can be replayed without a check of the cache: nobody has read or changed it since the last."""
         alike = self.owner() is cache and cache.seen_B is self.seen_B and _shapes(inputs) == _shapes(self.inputs)
-        return self.left > 0 and cache.counters.stale and alike and not is_autocasting(inputs["input_ids"].device.type)
+        untouched = self.left > 0 and cache.counters.has_uncounted_steps
+        return untouched and alike and not is_autocasting(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
         """Tell, before a replay, if the cache's tensors are the ones that the graph works on."""
@@ -77,11 +78,11 @@ class _Captured:
         """Copy a cache's tensors into the graph's memory, for `_find_captured`; the cache that was there gets clones."""
         before = self.owner()
         if before is not None and before is not cache:
-            before.drop_stack(due=before.stacked)
+            before.unstack_layers(due=before.stacked)
             for holder, name in _places(before):  # where the cache's objects refer to tensors
                 if any(holder[name] is tensor for tensor in self.tensors):
                     holder[name] = holder[name].clone()
-        cache.drop_stack(due=cache.stacked)  # a stack holds all layers' tensors as one
+        cache.unstack_layers(due=cache.stacked)  # a stack holds all layers' tensors as one
         for (holder, name), tensor in zip(_places(cache), self.tensors, strict=True):
             if holder[name] is not tensor:
                 tensor.copy_(holder[name])
@@ -92,7 +93,7 @@ class _Captured:
         """Run the captured step on new inputs, for `step`. It advances counters on the device; the host's are marked stale."""
         for name, tensor in inputs.items():
             self.inputs[name].copy_(tensor)
-        cache.counters.stale, self.left = True, self.left - 1
+        cache.counters.has_uncounted_steps, self.left = True, self.left - 1
         self.recorder.replay()
 
 
@@ -102,9 +103,7 @@ class StepGraph:
     The logits are overwritten by the next step. A step that cannot be captured (cache/compiled.py can_trace: buffers that will
     move, renumbered positions, joined rows, roll-back, autocast) is an ordinary call of the model, and so are all once a
     capture failed. The graphs of the KINDS kinds of steps that ran last are kept, with the memory that they work on, as long
-    as that is within `limit` bytes.
-
-    captures: graphs so far; replays: steps that one of them ran.
+    as that is within `limit` bytes. captures: graphs so far; replays: steps that one of them ran.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class StepGraph:
 
     def _capture(self, inputs: Inputs, cache: EvictingCache) -> _Captured:
         """Capture a decode step as a CUDA graph, without running it, for `_find_captured`, at the second step of a kind."""
-        cache.drop_stack(due=cache.stacked)  # the graph keeps tensors' addresses: layers must not be views of a stacked one
+        cache.unstack_layers(due=cache.stacked)  # the graph keeps tensors' addresses: layers must not be views of a stacked one
         captured = _Captured(self.make(inputs["input_ids"].device), cache, inputs)
 
         def run() -> None:
@@ -223,7 +222,7 @@ class StepGraph:
         except NotCaptured:
             raise
         except BaseException:  # how far it has come is unknown
-            cache.operations.setdefault("change", ["step for a graph"])
+            cache.in_progress.setdefault("change", ["step for a graph"])
             raise
 
     def _call_model(self, inputs: Inputs, cache: EvictingCache, capturing: bool = False) -> Tensor:
@@ -240,12 +239,12 @@ class StepGraph:
     def _count_steps(self, cache: EvictingCache, ids_B1: Tensor) -> int:
         """Return, for `step`, how many steps can be replayed until buffers move, positions end or the tape is full; or 0."""
         # not captured: ranks of keys, which differ each step; rows at different positions; casts of weights under autocast
-        varies = cache.settings.renumbered or cache.rows.joined or is_autocasting(ids_B1.device.type)
+        varies = cache.settings.renumbered or cache.rows.concatenated or is_autocasting(ids_B1.device.type)
         if varies or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
             return 0
-        left = [layer.mode.room for layer in cache.layers]
+        left = [layer.mode.writes_left for layer in cache.layers]
         if self.state.max_positions is not None:
-            left.append(self.state.max_positions - cache.seen)
+            left.append(self.state.max_positions - cache.columns_read)
         if cache.keeps_ids:  # on a tape (a tensor of the steps' token ids) that is read before it is full
             left.append(cache.counters.tensors.tape_BN.shape[1])
         return max(min(left), 0)
@@ -257,7 +256,7 @@ def graph(model: nn.Module, state: PatchState, device: torch.device) -> StepGrap
     Raises:
         KVPatchError: there is no CUDA device, the model is on several, it is a hybrid, or it takes no position_ids.
     """
-    refuse("graph()", state.combine())
+    refuse("graph()", state.list_features())
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise KVPatchError(NO_DEVICE.format(f"a graph is of one device, but this model is on {', '.join(sorted(devices))}"))
@@ -287,14 +286,15 @@ def _places(cache: EvictingCache) -> list[Place]:
 
 def _facts(cache: EvictingCache) -> object:
     """Return what a captured step takes for constant, such as shapes, for `_find_captured`; equal facts share a graph."""
-    facts: list[object] = [type(layer.mode) for layer in cache.layers]
-    for holder in compiled.list_holders(cache):  # the attributes of each object of the cache that holds tensors
+    facts: list[object] = [type(layer.mode) for layer in cache.layers]  # the mode: how steps store and evict
+    for holder in compiled.list_holders(cache):  # the cache and each object in it that holds tensors, as {attribute: value}
         for name in sorted(holder):
             value = holder[name]
             if isinstance(value, Tensor):
                 facts.append((name, tuple(value.shape), value.stride(), value.dtype, value.device))
-            elif name == "filling":  # steps until heads evict: a step that evicts is another graph
+            elif name == "steps_until_full":  # of a mode; a step that evicts is another graph
                 facts.append((name, value > 0))
+            # settings and numbers on the host, which the step has taken for constant; the cache's own are left out
             elif isinstance(value, bool | int | float | str) and name not in COUNTS and holder is not vars(cache):
                 facts.append((name, value))
     return tuple(facts)

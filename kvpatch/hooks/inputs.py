@@ -53,7 +53,7 @@ def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arg
 
 
 def _as_k(name: str, value: object) -> str:
-    """Return the advice to write k= for another library's option, for the error above; "" if `value` is no budget."""
+    """For `check_options`: return the advice to write k= for another library's option; "" if `value` is no budget."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
     if name == "compression_ratio":
@@ -145,7 +145,7 @@ def check_padding_mask(mask: object, B: int) -> Tensor | None:
 
 def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
     """Raise KVPatchError, for `_check_batch`, if there is padding between a row's tokens, which recurrent layers would read."""
-    stack = None if cache.settings.transparent else cache.settings.stack  # policy "full" does as the unpatched model
+    stack = None if cache.settings.transparent else cache.settings.layer_numbers  # policy "full" does as the unpatched model
     if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
         return
     real_BT = mask_BT.bool()
@@ -276,7 +276,7 @@ def give_position_ids(
     Raises:
         KVPatchError: the caller gave other position_ids, or the decoder ignores them.
     """
-    refuse("joined rows", cache.settings.combine(positions_fixed=positions_fixed))
+    refuse("joined rows", cache.settings.list_features(positions_fixed=positions_fixed))
     if "position_ids" not in known:
         return
     given, next_BQ = call.get("position_ids"), cache.next_positions(Q)  # each row's own next positions

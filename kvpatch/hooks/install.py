@@ -85,7 +85,7 @@ class Installation:
         for name, ours in state.adapter.overrides(target.decoder).items():
             state.overrides[name] = (vars(target.decoder).get(name, MISSING), ours)
             self._set_attribute(target.decoder, mark, name, state.overrides[name][0])
-        if state.settings.rereads or state.settings.stack is not None or state.lossless:
+        if state.settings.rereads or state.settings.layer_numbers is not None or state.lossless:
             put_hook(target.decoder, functools.partial(after_decoder, state=state), mark.undo.append, after=True)
         # a model around the decoder: a hook notes its token ids, if it may merge images or the policy must find marked tokens
         merges = target.outer is not None and target.outer.config is not target.decoder.config

@@ -35,7 +35,7 @@ from .accelerate import OwnMethod
 from .state import Offload, PatchState
 
 FIRST, MOST = 8, 16  # tokens of a draft: of the first one, and of the longest
-CRITERIA = "_kvpatch_criteria"
+CRITERIA = "_kvpatch_criteria"  # attribute of a GenerationConfig: the stopping criteria, which `Drafter` gets by no argument
 STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 TRIES = 8  # drafts in a row of which nothing is accepted, after which no more are made
 HOPELESS = (
@@ -105,7 +105,7 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
     tokens = call.get("input_ids")
     if tokens is None or tokens.shape[0] != 1:
         raise KVPatchError("lossless=True drafts for one text at a time, given as input_ids [1,N].")
-    n_read, cache.again = cache.again, 0  # tokens read before, which generate()'s first pass brings once more
+    n_read, cache.resent_tokens = cache.resent_tokens, 0  # tokens read before, which generate()'s first pass brings once more
     if n_read:
         tokens = inputs.drop_read(call, n_read, tokens.shape[1])
     mask = call.get("attention_mask")
@@ -114,7 +114,7 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
     check_room(reader, tokens, cache, state)
     drafts = cache.begin(tokens[0].tolist())  # a new, empty budgeted cache
     set_cache(call, drafts, state.cache_name)
-    if drafts.seen:
+    if drafts.columns_read:
         cache.verified.passes += 1  # not the text's first pass; counted for the report
     state.log.verified = cache.verified
     return drafts
@@ -187,7 +187,7 @@ class Drafter(CandidateGenerator):
         """
         n_text, self.drafted, drafts = input_ids.shape[1], 0, self.cache.drafts
         n_wanted = min(self.length, self.longest - n_text - 1)
-        if not self.cache.drafting or n_wanted <= 0 or drafts.seen != n_text - 1:  # first a full pass must read the text
+        if not self.cache.drafting or n_wanted <= 0 or drafts.columns_read != n_text - 1:  # a full pass must read the text
             return input_ids, None
         text, logits = input_ids, list[Tensor]()
         for _ in range(n_wanted):
@@ -274,21 +274,21 @@ def generate(
         kwargs["stopping_criteria"] = [*(kwargs.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
 
     def decode(model: Any, input_ids: Tensor, generation_config: GenerationConfig, **others: Any) -> Any:
-        """Draft and verify tokens in place of generate()'s loop; called as its `custom_generate`, with what it has prepared."""
+        """Draft and verify in `generate`, which encloses this: a `custom_generate`, called in place of transformers' loop."""
         if generation_config.get_generation_mode(None) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:
             raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
         _check_processors(others["logits_processor"])
-        _check_rotations(model, input_ids.shape[1], generation_config.max_length)
+        _check_rotations(model, input_ids.shape[1], generation_config.max_length)  # raises if rotary frequencies change
         check_room(model, input_ids[:, seen:], cache, state)
         chunk = generation_config.prefill_chunk_size
         if (seen or chunk) and input_ids.shape[1] > seen + 1:  # else the loop's first pass reads the text
             for ids_1Q in input_ids[:, seen:-1].split(chunk or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        cache.again = len(cache.ids)  # the loop's first pass brings these tokens once more
+        cache.resent_tokens = len(cache.ids)  # the loop's first pass brings these once more: `begin_pass` drops them
         others["stopping_criteria"] = CriteriaAfterPrompt(others["stopping_criteria"], input_ids.shape[1])
-        vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # for the Drafter, which gets this configuration
+        vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # `Drafter` gets this configuration
         others.pop("streamer", None)
         return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)
 
@@ -296,5 +296,5 @@ def generate(
     try:
         return run(*args, **kwargs, custom_generate=decode)
     finally:
-        cache.again = 0  # an error may have come before the pass that takes it
+        cache.resent_tokens = 0  # an error may have come before the pass that takes it
         state.log.finish(cache.drafts)

@@ -56,7 +56,7 @@ def check(cache: EvictingCache, state: PatchState) -> None:
 
 
 def note_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> None:
-    """Note in `cache.read_by` which model reads a new text; raise KVPatchError if another one, or a changed one, goes on.
+    """Note in `cache.model_stamp` which model reads a new text; raise KVPatchError if another one, or a changed one, goes on.
 
     `_check_batch` calls it before each prompt. A scratch cache, which serves this pass alone, takes no note.
     """
@@ -64,7 +64,7 @@ def note_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> 
     attn = next((module for module in decoder.modules() if qualified_name(module) in state.adapter.classes), None)
     if attn is not None:  # FSDP gives a module that it wraps another class
         refuse_replaced(attn, state.adapter)
-    if cache.scratch:  # dropped after this pass
+    if cache.for_one_pass:  # dropped after this pass
         return
     now = stamp_model(decoder)
     if len(now.adapters) > 1:
@@ -76,9 +76,9 @@ def note_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> 
             f"calibration= was checked when this model was patched, which has changed since: {name} is {there!r} there and "
             f"{here!r} here. Run `kvpatch calibrate` on this model, and patch it anew."
         )
-    if cache.read_by is None or not cache.get_seq_length():  # a new text
-        cache.read_by = now
-    elif not cache.settings.transparent or cache.request.copy_per_row:  # under policy "full" only caches that begin by a Prefix
+    if cache.model_stamp is None or not cache.get_seq_length():  # a new text
+        cache.model_stamp = now
+    elif not cache.settings.transparent or cache.plans.copy_per_row:  # under policy "full" only caches that begin by a Prefix
         refuse_changed(cache, now)
 
 
@@ -100,11 +100,11 @@ def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
 
     now: the stamp (fingerprint) of this model.
     """
-    changed = None if cache.read_by is None else cache.read_by.differs(now)
+    changed = None if cache.model_stamp is None else cache.model_stamp.differs(now)
     if changed is None:
         return
     name, there, here = changed
-    what, anew = ("prefix", "patch.prefix(ids)") if cache.request.copy_per_row else ("cache", "a cache of patch.new_cache()")
+    what, anew = ("prefix", "patch.prefix(ids)") if cache.plans.copy_per_row else ("cache", "a cache of patch.new_cache()")
     raise KVPatchError(
         f"Another model has read this {what}, or this model has changed since: {name} is {there!r} there and {here!r} here. "
         f"Read the text by this one, with {anew}."
@@ -120,7 +120,7 @@ def start_from_prefix(prefix: Prefix, state: PatchState) -> EvictingCache:
         KVPatchError: the prefix was read under other settings.
     """
     cache = prefix.copy()
-    cache.request.copy_per_row = True
+    cache.plans.copy_per_row = True
     check(cache, state)
     return cache
 

@@ -45,9 +45,8 @@ class TextRecord:
     """Record of the passes over one cache.
 
     log: the RunLog that is told when the cache goes. cache: weak. made_here: made for a call that brought no cache. acted: the
-    budget acted in some pass. evicted: a prompt's end has evicted tokens. room: decode steps after that prompt, whose last
-    column is `base`, without an eviction. columns: seen, up to the last pass. number: of the last pass. timing: of the last
-    generate().
+    budget acted in some pass. prompt_evicted: some prompt's end has. steps_to_eviction: after the last prompt, whose last
+    column is `base`. columns: read up to the last pass. number: of the last pass. timing: of the last generate().
     """
 
     def __init__(self, log: Any, cache: EvictingCache, made_here: bool = False) -> None:
@@ -58,26 +57,26 @@ class TextRecord:
         self.log, self.cache, self.made_here = log, weakref.ref(cache), made_here
         self.acted = False  # in some pass, tokens attended after an eviction
         self.number = 0  # of the last use of this cache, as the log counts them
-        self.columns = self.base = cache.seen  # columns read up to the last pass, and up to the last prompt's end
+        self.columns = self.base = cache.columns_read  # columns read up to the last pass, and up to the last prompt's end
         # a cache that was loaded or joined has a history, which its layers show
         layers = [cache.layers[index] for index in evicting(cache.settings)]
-        self.evicted = any(layer.used < layer.seen for layer in layers)
-        # decode steps after `base` until one evicts
-        self.room = min((layer.mode.filling for layer in layers if layer.mode.evicts), default=MAX_POSITION)
+        self.prompt_evicted = any(layer.columns_used < layer.columns_read for layer in layers)
+        steps = (layer.mode.steps_until_full for layer in layers if layer.mode.evicts)
+        self.steps_to_eviction = min(steps, default=MAX_POSITION)  # decode steps after `base`
         self.timing: Timing | None = None
 
     def acts_in_step(self, cache: EvictingCache, Q: int) -> bool:
         """Tell, for the log, if the budget acts in a pass of Q generated tokens: if some come after an eviction."""
-        return self.evicted or cache.seen + Q - 1 - self.base > self.room
+        return self.prompt_evicted or cache.columns_read + Q - 1 - self.base > self.steps_to_eviction
 
     def note_prompt(self, cache: EvictingCache, now: Forward, Q: int) -> bool:
         """Tell if tokens of this pass of Q columns, which reads a prompt or its end, attend to what an eviction left.
 
-        `RunLog.begin` calls it where such a pass begins. Changes `evicted`, and at the prompt's end `base` (columns up to
-        there) and `room` (decode steps after it until one evicts). Under block= the prompt is attended block by block.
+        `RunLog.begin` calls it where such a pass begins. Changes `prompt_evicted`, and at the prompt's end `base` (columns up
+        to there) and `steps_to_eviction`. Under block= the prompt is attended block by block.
         """
-        settings, seen = cache.settings, cache.seen
-        acted = self.evicted = self.evicted or seen - self.base > self.room
+        settings, seen = cache.settings, cache.columns_read
+        acted = self.prompt_evicted = self.prompt_evicted or seen - self.base > self.steps_to_eviction
         if not now.n_B:  # the prompt does not end in this pass
             return acted
         # tokens that a row may hold after the prompt (keeps_all: nothing is evicted); n_B: tokens that it has read
@@ -86,11 +85,11 @@ class TextRecord:
         for block in now.blocks[:-1]:
             acted |= any(keep < held < n for held, keep, n in zip(block.n_B, keep_B, now.n_B, strict=True))
         room = min(keep - n for keep, n in zip(keep_B, now.n_B, strict=True))
-        self.evicted |= room < 0  # the prompt's end evicts
+        self.prompt_evicted |= room < 0  # the prompt's end evicts
         evicts_once = settings.policy.schedule == "prompt"
-        self.base, self.room = seen + now.prompt, MAX_POSITION if evicts_once else room
-        # generated tokens may follow the prompt in the same pass
-        return acted or (Q > now.prompt and (self.evicted or Q - now.prompt - 1 > self.room))
+        self.base, self.steps_to_eviction = seen + now.prompt_columns, MAX_POSITION if evicts_once else room
+        generated = Q - now.prompt_columns  # tokens that follow the prompt in the same pass
+        return acted or (generated > 0 and (self.prompt_evicted or generated - 1 > self.steps_to_eviction))
 
     def seconds(self) -> dict[str, float]:
         """Return the times of the last generate(), by part; none before it has ended."""
@@ -104,13 +103,13 @@ class TextRecord:
 def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
     """Return how many tokens each row may hold after its prompt in the layer with the smallest budget, for `note_prompt`.
 
-    A row's number is its budget, which may be a share of `budget_n_B` tokens, and the tokens kept outside the budget.
+    A row's number is its budget, which may be a share of `share_base_B` tokens, and the tokens kept outside the budget.
     """
-    layers = evicting(settings)
-    budgets = {n: min((settings.rules[layer].least(n) for layer in layers), default=MAX_POSITION) for n in set(now.budget_n_B)}
+    rules = [settings.rules[layer] for layer in evicting(settings)]
+    budgets = {n: min((rule.least(n) for rule in rules), default=MAX_POSITION) for n in set(now.share_base_B)}
     # a policy that evicts generated tokens alone keeps the whole prompt
-    fixed_B = now.n_B if settings.policy.schedule == "decode" else now.fixed_B or [0] * len(now.n_B)
-    return [budgets[n] + fixed for n, fixed in zip(now.budget_n_B, fixed_B, strict=True)]
+    fixed_B = now.n_B if settings.policy.schedule == "decode" else now.kept_below_B or [0] * len(now.n_B)
+    return [budgets[n] + fixed for n, fixed in zip(now.share_base_B, fixed_B, strict=True)]
 
 
 def evicting(settings: CacheSettings) -> list[int]:

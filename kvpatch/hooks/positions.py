@@ -24,9 +24,9 @@ def check_positions(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, 
     settings, limit = cache.settings, state.max_positions
     inputs.check_position_ids(call.get("position_ids"), B, Q, limit is not None)
     # under policy "full" a pass with a cache may have them: the unpatched model, too, reads them as one text
-    if cache.scratch or not state.settings.transparent:
+    if cache.for_one_pass or not state.settings.transparent:
         inputs.refuse_packed_rows(call)
-    if cache.rows.joined and not settings.renumbered:
+    if cache.rows.concatenated and not settings.renumbered:
         inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.why_positions_fixed)
     if not settings.renumbered:
         _refuse_too_many(cache, Q, call.get("position_ids"), limit)
@@ -44,13 +44,13 @@ def place_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, col
     renumbered, takes = cache.settings.renumbered, "position_ids" in state.decoder_parameters
     # a model that derives positions from the padding mask, which the patch withholds from it
     if state.adapter.positions_from_mask and call.get("position_ids") is None:
-        call["position_ids"] = cache.running.positions_BQ
+        call["position_ids"] = cache.current_pass.positions_BQ
     if renumbered and state.max_positions is not None:
         give_zeros(call, tokens)
     if renumbered or not takes:
         return
-    if cache.running.reread_BN is not None:  # a second reading of the prompt must have positions like these
-        note_places(cache.running, call.get("position_ids"), columns)
+    if cache.current_pass.reread_ids_BN is not None:  # a second reading of the prompt must have positions like these
+        note_places(cache.current_pass, call.get("position_ids"), columns)
     if cache.rows.padded:
         cache.rows.by_columns |= call.get("position_ids") is None
 

@@ -24,7 +24,7 @@ def read_prefix(target: Target, state: PatchState, ids: Tensor | Sequence[int]) 
     Raises:
         KVPatchError: these are no tokens of one text, or the patch is not in force.
     """
-    refuse("prefix", state.combine())
+    refuse("prefix", state.list_features())
     tokens = _read_ids(ids)
     _refuse_images(target, tokens)
     _refuse_invoked(target, tokens)
@@ -40,7 +40,7 @@ def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix)
     """
     state = owner()
     assert state is not None
-    same = prefix.read_by is not None and prefix.read_by.differs(stamp_model(target.decoder)) is None
+    same = prefix.model_stamp is not None and prefix.model_stamp.differs(stamp_model(target.decoder)) is None
     return prefix if same and prefix.training == target.decoder.training else _read_prefix(target, state, prefix.ids)
 
 

@@ -32,7 +32,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
             f"A replay reads whole texts without a cache: leave out {CACHE}, and call generate() outside the block, or "
             "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
         )
-    refuse("replay", state.settings.combine(positions_fixed=state.why_positions_fixed))
+    refuse("replay", state.settings.list_features(positions_fixed=state.why_positions_fixed))
     inputs.refuse_pass(call, decoder)
     tokens = inputs.find_tokens(call, decoder)
     if tokens is None or not tokens.shape[1]:
@@ -60,9 +60,9 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     switch_overrides(decoder, state.overrides, ours=True)  # attributes of the decoder that the patch replaces
     # stands in place of a cache; the last two arguments: there is padding, and none between tokens
     now = ReplayPass(state.settings, record, text_B, places_BQ, not bool(real_BQ.all()), not bool(gaps_BQ.any()))
-    state.log.replayed = now.choice.ran  # the backends that run, by task, for the report
+    state.log.replayed = now.choice.ran_last  # the backends that run, by task, for the report
     # the layers find it on their mask
-    decoder_mask = mask_by_kind(state.settings.stack, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
+    decoder_mask = mask_by_kind(state.settings.layer_numbers, Courier.carrying(now, pass_mask(tokens.device)), mask, Q)
     set_cache(call, None, state.cache_name)
     call.update(use_cache=False, attention_mask=decoder_mask)
     return (), call
@@ -119,7 +119,7 @@ def find_record(state: PatchState, model: dict[str, Any], cache: EvictingCache |
 
     model: its class and shapes, which a replay compares.
     """
-    if not state.settings.record:
+    if not state.settings.records_lifetimes:
         raise KVPatchError("Nothing was recorded: write patched(model, ..., record=True).")
     if cache is not None:
         ownership.check_made_here(cache, state)

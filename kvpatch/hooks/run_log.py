@@ -72,36 +72,36 @@ class RunLog:
 
         `_enter_decoder` calls this for each pass, `_begin_packed` for each cache of a packed one. The budget acts if tokens of
         the pass attend after an eviction; until then the pass is as without a patch. Also changes the cache's record, and warns
-        once if a pass whose cache ends with it (`scratch`) exceeds the budget in vain. training: of the decoder. made_here: the
-        caller gave no cache.
+        once if a pass whose cache ends with it exceeds the budget in vain. training: of the decoder. made_here: the caller gave
+        no cache.
         """
-        record, now = self.record(cache, made_here), cache.running  # now: facts about the pass
+        record, now = self.record(cache, made_here), cache.current_pass  # now: facts about the pass
         # steps that ran inside a graph of torch.compile since the last pass, where no hook counted them
-        Q, missed = now.positions_BQ.shape[1], cache.seen - record.columns
+        Q, missed = now.positions_BQ.shape[1], cache.columns_read - record.columns
         if missed > 0:
             self._count_pass("decode", missed, record.acts_in_step(cache, 0))
-        if not now.prompt:  # now.prompt: columns of a prompt in this pass
+        if not now.prompt_columns:
             kind, acted = "decode", record.acts_in_step(cache, Q)
             self.time_step(cache)
         else:
             kind, acted = "prompt", record.note_prompt(cache, now, Q)
-            if now.lender is not None and cache.seen:  # lossless=True: the pass attends to all tokens, to verify a draft
+            if now.lender is not None and cache.columns_read:  # lossless=True: it attends to all tokens, to verify a draft
                 kind, acted = "full", False
-        if cache.scratch:
+        if cache.for_one_pass:
             kind = "training" if training else "no_cache"
-        record.columns, record.acted = cache.seen + Q, record.acted or acted
+        record.columns, record.acted = cache.columns_read + Q, record.acted or acted
         self._count_pass(kind, 1, acted, record)
-        if cache.scratch and not acted and _would_evict(self.settings, max(now.n_B, default=0)):
+        if cache.for_one_pass and not acted and _would_evict(self.settings, max(now.n_B, default=0)):
             self._warn_once(kind, max(now.n_B))
 
     def record(self, cache: EvictingCache, made_here: bool = False) -> TextRecord:
-        """Return the TextRecord that counts a cache's passes; if it is another log's or none, set `cache.record` to a new one.
+        """Return the TextRecord that counts a cache's passes; if it is another log's or none, set `cache.pass_record` to a new.
 
         `begin` calls it at each pass, `start`, `time_step` and `finish` for each generate().
         """
-        record = cache.record
+        record = cache.pass_record
         if not isinstance(record, TextRecord) or record.log is not self:
-            record = cache.record = TextRecord(self, cache, made_here)
+            record = cache.pass_record = TextRecord(self, cache, made_here)
         elif record.cache() is not cache:  # a clone
             record.cache = weakref.ref(cache)
         return record
@@ -156,7 +156,7 @@ class RunLog:
         """Count the last cache's prompt as unused if nothing went on from it; `Patch.remove` calls it."""
         cache = self._find_cache()
         if cache is not None and not cache.unfinished:
-            self._note_unused(cache, cache.record)
+            self._note_unused(cache, cache.pass_record)
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return by kind, of those that ran: (all passes, those in which the budget acted)."""
@@ -172,7 +172,7 @@ class RunLog:
             return self.last
         cache.was_read = True
         if not cache.unfinished:
-            self._catch_up(cache, cache.record)
+            self._catch_up(cache, cache.pass_record)
         return Snapshot.of(cache)
 
     # ----
@@ -180,17 +180,17 @@ class RunLog:
     def _find_cache(self) -> EvictingCache | None:
         """Return the cache of the last pass that had one, unless it was freed or reset."""
         cache = None if self._cache is None else self._cache()
-        return None if cache is None or cache.record is None else cache
+        return None if cache is None or cache.pass_record is None else cache
 
     def _catch_up(self, cache: EvictingCache, record: PassRecord | None) -> None:
         """Count the steps that ran inside a graph, where no hook runs; `snapshot`, `finish` and `release` call it first."""
         if not isinstance(record, TextRecord) or record.log is not self:
             return  # the cache goes on under another patch
         cache.catch_up()  # copies the steps counted on the device to the host's counters
-        missed = cache.seen - record.columns
-        if missed > 0 and not cache.scratch:
+        missed = cache.columns_read - record.columns
+        if missed > 0 and not cache.for_one_pass:
             acted = record.acts_in_step(cache, 0)  # in the last of them
-            record.columns, record.acted = cache.seen, record.acted or acted
+            record.columns, record.acted = cache.columns_read, record.acted or acted
             self._count_pass("decode", missed, acted)
 
     def _count_pass(self, kind: str, count: int, acted: bool, record: TextRecord | None = None) -> None:
@@ -216,15 +216,16 @@ class RunLog:
         """Count a prompt whose cache was made for it and is not used again, and warn once if the budget did not act in it.
 
         A user who measures such passes measures the unpatched model. `release` calls it when a cache is freed, `close` when the
-        patch is removed; does nothing for a cache that was changed again after its prompt (`changes` counts passes and edits)
+        patch is removed; does nothing for a cache that was changed again after its prompt (`n_changes` counts passes and edits)
         or was looked at.
         """
-        if not isinstance(record, TextRecord) or not record.made_here or cache.scratch or cache.changes > 1 or cache.was_read:
+        exempt = cache.for_one_pass or cache.n_changes > 1 or cache.was_read
+        if exempt or not isinstance(record, TextRecord) or not record.made_here:
             return
         record.made_here = False  # once per cache
         with self._lock:
             self.dropped += 1
-        if not record.acted and (record.evicted or (self.settings.acts and self.settings.policy.schedule == "decode")):
+        if not record.acted and (record.prompt_evicted or (self.settings.acts and self.settings.policy.schedule == "decode")):
             self._warn_once("prompt" if record.timing is None else "first token", record.columns)
 
     def _warn_once(self, kind: str, Q: int) -> None:
@@ -242,7 +243,7 @@ class RunLog:
         if kind == "first token":
             _LOG.warning(f"[kvpatch] {named} does not act in {phrase}{remedy}. (Said once; patch.report() counts.)")
             return
-        if kind == "training" and settings.record:
+        if kind == "training" and settings.records_lifetimes:
             remedy = "; or read what a rollout wrote in a replay: with patch.replay(patch.record())"
         if settings.policy.schedule == "decode":
             block = f"schedule='decode' evicts generated tokens only; give schedule='both' and block=, below {Q:,}"

@@ -35,7 +35,7 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if torch.compiler.is_compiling() or not isinstance(cache, EvictingCache):
         return None
     now = cache.now  # the pass that ran; with `repeat` it was a part of the second reading, which ends elsewhere
-    if now is None or now.repeat is not None or cache.scratch:
+    if now is None or now.repeat is not None or cache.for_one_pass:
         return None
     if cache.unfinished:  # no layer has ended the pass
         _end_late(decoder, cache, state)
@@ -44,9 +44,9 @@ def after_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _end_late(decoder: nn.Module, cache: EvictingCache, state: PatchState) -> None:
     """End a pass for `after_decoder`: count its tokens. If the policy reads the prompt twice, first reread it, then evict."""
-    now = cache.running
-    if now.reread_BN is not None:
-        read_again(decoder, cache, state, now.reread_BN)
+    now = cache.current_pass
+    if now.reread_ids_BN is not None:
+        read_again(decoder, cache, state, now.reread_ids_BN)
     else:
         with torch.inference_mode(False), torch.no_grad():
             passes.end_pass(cache)
@@ -61,7 +61,7 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
     tokens do not stay in it, nor in a hybrid's states.
     """
     # the pass that read the prompt's end, and the policy's chunk size and instruction
-    now, need = cache.running, cache.settings.policy.needs.find(Rereading)
+    now, need = cache.current_pass, cache.settings.policy.needs.find(Rereading)
     assert need is not None
     # of each row, without padding: (start, stop, tokens) of each chunk; its tokens are an instruction and prompt[start:stop]
     rows = [[token for token in row if token >= 0] for row in ids_BN.tolist()]
@@ -74,8 +74,8 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
                     tokens, positions = passes.begin_repeat(cache, now, pieces, ids_BN.device)
                 call: dict[str, Any] = {"input_ids": tokens, state.cache_name: cache, "use_cache": True}
                 if "position_ids" in state.decoder_parameters:
-                    ahead_B1 = 0 if now.ahead_B1 is None else now.ahead_B1  # see `note_places`
-                    call["position_ids"] = (positions + ahead_B1).clamp(min=0)
+                    offset_B1 = 0 if now.position_offset_B1 is None else now.position_offset_B1  # see `note_places`
+                    call["position_ids"] = (positions + offset_B1).clamp(min=0)
                 with cache.states.kept():  # a hybrid's recurrent states stay as the prompt left them
                     decoder(**call)
         finally:
@@ -102,7 +102,7 @@ def check_second_reading(settings: CacheSettings, seen: int, Q: int, limit: int)
 
 
 def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None:
-    """Set `now.ahead_B1`: how far the model's position of each row's last token is from the one counted without padding.
+    """Set `now.position_offset_B1`: how far the model's position of each row's last token is from that counted without padding.
 
     Padding in front of a row without position_ids moves its tokens, as the caller's position_ids may; the text that repeats
     a prompt must be moved alike. `place_tokens` calls it before a prompt that is read a second time. columns: read before.
@@ -113,12 +113,12 @@ def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None
     else:  # the last of several dimensions, which agree on text
         given_BQ = (position_ids if position_ids.ndim == 2 else position_ids[-1]).to(counted_BQ.device).expand_as(counted_BQ)
     last_B1 = counted_BQ.argmax(-1, keepdim=True)  # the column of each row's last token; padding has position -1
-    now.ahead_B1 = given_BQ.gather(1, last_B1) - counted_BQ.gather(1, last_B1)
+    now.position_offset_B1 = given_BQ.gather(1, last_B1) - counted_BQ.gather(1, last_B1)
 
 
 def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Changed:
     """Put a cache and its mask into `call` for `_enter_decoder`, in a pass of a second reading or an edit, begun before."""
-    mask = mask_by_kind(cache.settings.stack, pass_mask(device).as_subclass(PassMask), None, 1)
+    mask = mask_by_kind(cache.settings.layer_numbers, pass_mask(device).as_subclass(PassMask), None, 1)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)
     return (), call

@@ -142,12 +142,12 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         parallel=target.parallel,
         strict=target.names() if strict else (),
         counts_columns=target.counts_columns(),
-        record=record,
-        stack=target.stack,
+        records_lifetimes=record,
+        layer_numbers=target.layer_numbers,
         budgets=budgets,
     )
     # features that exclude each other, budgets that do not fit the policy or the heads, and what the backend lacks
-    refuse_pairs(settings.combine(listed=listed, least=_find_least(budget), alibi=target.find_alibi()))
+    refuse_pairs(settings.list_features(listed=listed, least=_find_least(budget), alibi=target.find_alibi()))
     for rule, shape in zip(budget.rules, target.shapes(), strict=True):
         rule.check(policy, shape.heads)
     for case in dict.fromkeys(target.list_cases(renumbered, policy)):

@@ -161,9 +161,9 @@ class PatchState:
         """True if generate() drafts and verifies."""
         return self.options.offload is not None
 
-    def combine(self, **facts: Any) -> FeatureSet:
+    def list_features(self, **facts: Any) -> FeatureSet:
         """Return the patch's features for the table of refusals (served.py). facts: features that only the caller knows."""
-        return self.settings.combine(lossless=self.lossless, positions_fixed=self.why_positions_fixed, **facts)
+        return self.settings.list_features(lossless=self.lossless, positions_fixed=self.why_positions_fixed, **facts)
 
     def new_cache(self, layers: int | None = None) -> EvictingCache:
         """Make an empty cache. layers: number of first layers, for a model that exits early."""

@@ -77,7 +77,7 @@ class Target:
         """
         self.attentions, self.readers = attentions, readers
         self.decoder, self.generators, self.parallel = decoder, generators, parallel
-        self.shell, self.outer, self.stack, self.given = shell, outer, stack, given
+        self.shell, self.outer, self.layer_numbers, self.given = shell, outer, stack, given
 
     @classmethod
     def find(cls, model: nn.Module, *, auto: bool = True) -> Target:
@@ -262,7 +262,7 @@ class Target:
     def list_mixers(self) -> list[nn.Module]:
         """Return the attention modules and a hybrid's other layers that mix tokens; `kvpatch check` measures rounding there."""
         attentions = [module for _, _, (module, _) in self.modules()]
-        others = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
+        others = {} if self.layer_numbers is None else find_state_modules(self.decoder, self.layer_numbers, attentions)
         return [*attentions, *others.values()]
 
     def counts_columns(self) -> bool:
@@ -297,7 +297,7 @@ class Target:
     def state_devices(self) -> dict[int, torch.device]:
         """Return the device of each layer of a hybrid that has a state, by layer number; `load_cache` puts states there."""
         attentions = [module for module, _ in self.attentions]
-        found = {} if self.stack is None else find_state_modules(self.decoder, self.stack, attentions)
+        found = {} if self.layer_numbers is None else find_state_modules(self.decoder, self.layer_numbers, attentions)
         return {number: device_of(module, self.decoder) for number, module in found.items()}
 
     def bytes_per_token(self, bits: int, dtype: torch.dtype) -> int:

@@ -22,20 +22,20 @@ ANEW = (
 class Given:
     """The tokens and the padding mask that generate() was given.
 
-    ids: int [B,N]; None if it got embeddings. columns: N; None if it got no tokens. mask: [B,T], or None. seen: columns that
-    the cache has read.
+    ids: int [B,N]; None if it got embeddings. columns: N; None if it got no tokens. mask: [B,T], or None. columns_read: by the
+    cache.
     """
 
     ids: Tensor | None
     columns: int | None
     mask: Tensor | None
-    seen: int
+    columns_read: int
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], seen: int) -> Given:
         """Find tokens and padding mask among generate()'s arguments, for `_run_with_cache`. seen: columns its cache has read.
 
-        The result's fields are ids (None for embeddings), the number of columns (None without tokens), mask and seen.
+        The result's fields are ids (None for embeddings), the number of columns (None without tokens), mask and columns_read.
         """
         mask = kwargs.get("attention_mask")
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -51,18 +51,18 @@ class Given:
     @property
     def alone(self) -> bool:
         """True if only new tokens are given, under a mask of the whole text; False for embeddings."""
-        told = self.mask is not None and self.ids is not None and self.columns is not None and self.seen > 0
-        return told and self.mask.shape[1] == self.seen + self.columns  # type: ignore[union-attr,operator]
+        told = self.mask is not None and self.ids is not None and self.columns is not None and self.columns_read > 0
+        return told and self.mask.shape[1] == self.columns_read + self.columns  # type: ignore[union-attr,operator]
 
     @property
     def whole(self) -> int | None:
         """Columns of the whole text, with those that the cache has seen; None if not known."""
-        return self.columns if self.columns is None or not self.alone else self.seen + self.columns
+        return self.columns if self.columns is None or not self.alone else self.columns_read + self.columns
 
 
 def check_mask(given: Given) -> None:
     """Raise KVPatchError, for `_run_with_cache`, unless a mask has a column for each given token, or for all seen ones too."""
-    mask, new, seen = given.mask, given.columns, given.seen
+    mask, new, seen = given.mask, given.columns, given.columns_read
     if mask is not None and new is not None and mask.shape[1] not in (new, seen + new):
         whole = f"{new}, or " if new > seen else ""  # fewer are no whole text
         again = " If the token is the last that was seen, it would be read twice: give what follows it." * (new == 1)
@@ -82,24 +82,25 @@ def check_text(given: Given, cache: EvictingCache) -> str | None:
     Raises:
         KVPatchError: the text is another one, or brings nothing new.
     """
-    if given.columns is None or not given.seen:
+    seen = given.columns_read
+    if given.columns is None or not seen:
         return None
     name = "inputs_embeds" if given.ids is None else "input_ids"
-    if not given.alone and given.seen >= given.columns:
-        or_new = f", or what is new alone with an attention_mask of {given.seen + given.columns} columns over both"
+    if not given.alone and seen >= given.columns:
+        or_new = f", or what is new alone with an attention_mask of {seen + given.columns} columns over both"
         raise KVPatchError(
-            f"{name} have {given.columns} columns, but the cache has read {given.seen} tokens: give the whole text so far with "
+            f"{name} have {given.columns} columns, but the cache has read {seen} tokens: give the whole text so far with "
             f"what is new at its end{or_new if given.ids is not None else ''}. {ANEW}"
         )
     if cache.settings.transparent:  # policy "full"
         return None  # any text may go on, as with the unpatched model
     known_BT = cache.ids.ids_BT
-    if known_BT is None or known_BT.shape[1] < given.seen:
+    if known_BT is None or known_BT.shape[1] < seen:
         return "the cache does not know the ids of what it has read"
     if given.ids is not None and not given.alone:
-        _check_ids(given.ids[:, : given.seen].to(known_BT.device), known_BT)
+        _check_ids(given.ids[:, :seen].to(known_BT.device), known_BT)
     if given.mask is not None:
-        _check_padding(given.mask[:, : given.seen], known_BT)
+        _check_padding(given.mask[:, :seen], known_BT)
     if given.ids is None:
         return "inputs_embeds have no token ids"
     unknown = not given.alone and bool((known_BT == UNKNOWN).any())  # tokens that were read as embeddings
@@ -135,9 +136,9 @@ def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
     """Raise KVPatchError, for `_check_batch`, if a pass's mask contradicts the padding that its cache knows it has read."""
     known_BT, seen = cache.ids.ids_BT, cache.get_seq_length()
     # joined rows, of caches of different lengths, have no columns in common with a mask
-    if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.joined:
+    if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.concatenated:
         return
-    _check_padding(mask_BT[:, :seen], known_BT, cache.rows.edited)
+    _check_padding(mask_BT[:, :seen], known_BT, cache.rows.columns_at_edit)
 
 
 def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:

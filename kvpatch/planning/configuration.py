@@ -52,7 +52,6 @@ def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
-        """Call `read` with the configuration and its other arguments; an error becomes a KVPatchError that names the model."""
         try:
             return read(config, *told)
         except KVPatchError:

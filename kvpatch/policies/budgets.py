@@ -265,12 +265,12 @@ class Budget:
         per_layer: of each layer, tokens (int), a share of the row's prompt (float), one of these for each head (tuple), or a
             Rule.
         sizes: of each layer, the size in bytes that its tokens were counted from, "" for none; () if no layer has one.
-        whole: whether the size is for all layers together.
+        of_all_layers: the size was given for all of them together.
     """
 
     per_layer: tuple[int | float | tuple[int | float, ...] | Rule, ...]
     sizes: tuple[str, ...] = ()
-    whole: bool = False
+    of_all_layers: bool = False
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
@@ -326,7 +326,7 @@ class Budget:
         return cls(
             (tokens,) * n_layers,
             (_find_byte_size(one_k),) * n_layers if isinstance(one_k, str) else (),
-            whole=isinstance(one_k, str),
+            of_all_layers=isinstance(one_k, str),
         )
 
     def evicts(self, layer: int) -> bool:

@@ -95,7 +95,7 @@ class Calibration:
         return f"<Calibration {self.digest[:16]}>"
 
     def of(self, layer: int, name: str, like: Tensor) -> Tensor:
-        """Return a layer's statistic `name` for all heads, on `like`'s device; float32 in the dtype of scores.
+        """Return a layer's statistic `name` for all heads, on `like`'s device; float32 becomes the dtype of scores.
 
         `read_calibration` and TriAttention call it. The converted tensor is kept in `_placed`, for the next call.
         """

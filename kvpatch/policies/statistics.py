@@ -78,7 +78,7 @@ def _count_rows(block: Block, need: Any) -> Tensor:
 
 
 def _sum_noisy(block: Block, need: Any) -> Tensor:
-    """Sum softmax((x + noise) / tau), [N,M], from p = softmax(x): it is proportional to (p * exp(noise)) ** (1 / tau).
+    """Sum softmax((x + noise) / tau) over queries, [N,M]: proportional to (p * exp(noise)) ** (1 / tau), p = softmax(x).
 
     The statistic "gumbel": `Call.sums` calls it for a block of a prompt's rows or a decode step where no kernel computes it.
     need: the NoisySums. fresh: each query draws noise; else exp(noise) is stored with each key (`noise_NMG`).

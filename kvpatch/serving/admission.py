@@ -29,19 +29,19 @@ class Admission:
         """Check an arriving request, and add it to the waiting list. transformers' engine calls this once for each.
 
         If its text begins with a prefix (a text that the patch has read before), only the rest is left to read: `state` and the
-        pool's `begins` note that.
+        pool's `beginnings` note that.
 
         Raises:
             KVPatchError: it can never be served. The engine then fails this request.
         """
         if self.max_positions is not None:
             self._limit_length(state, self.max_positions)
-        # self.cache is the RequestPool; its `begins` holds, by request, the part of the text that need not be read
+        # self.cache is the RequestPool
         prefix = self.cache.find_prefix(state.initial_tokens)
         messages = state.logit_processor_kwargs.get("messages")
         self.cache.check(state.initial_tokens, state.max_new_tokens, prefix, messages)
         if prefix is not None:  # as the engine's own prefix sharing does
-            self.cache.begins[state.request_id] = prefix
+            self.cache.beginnings[state.request_id] = prefix
             state.remaining_prefill_tokens = state.remaining_prefill_tokens[len(prefix) :]
             state.position_offset = len(prefix)
         super().add_waiting_request(state)  # type: ignore[misc]
@@ -79,21 +79,21 @@ class Admission:
         """Choose what a waiting request's text begins with and need not read again: a kept conversation, else its prefix.
 
         Sets what is left to read in `state`. `_infer_request_tokens` calls it before each pass until the request is admitted: a
-        conversation (cache of an ended request) may have been dropped meanwhile. A Prefix in `begins` stays; an older Beginning
-        goes.
+        conversation (cache of an ended request) may have been dropped meanwhile. A Prefix in `beginnings` stays; an older
+        Beginning goes.
         """
-        begins = self.cache.begins
-        if isinstance(begins.get(state.request_id), Beginning):
-            del begins[state.request_id]
+        beginnings = self.cache.beginnings
+        if isinstance(beginnings.get(state.request_id), Beginning):
+            del beginnings[state.request_id]
         beginning = self.cache.find_beginning(state, self.max_positions)
         if beginning is not None:
-            begins[state.request_id] = beginning
-        n_read = len(begins.get(state.request_id, ()))
+            beginnings[state.request_id] = beginning
+        n_read = len(beginnings.get(state.request_id, ()))
         state.remaining_prefill_tokens, state.position_offset = state.initial_tokens[n_read:], n_read
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         """Schedule the coming pass, as the engine asks. Empties `starved_requests`, which the engine would offload."""
-        self.cache.full = False  # set when a request waits for room, so that later ones wait too
+        self.cache.request_waits = False  # once one waits for room, later ones wait too
         scheduled = super().schedule_batch(token_budget, cache_budget)  # type: ignore[misc]
         self.starved_requests = []
         return scheduled

@@ -60,7 +60,7 @@ class Beginning:
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused
         self.system = 0 if conversation.messages is None else conversation.messages.count_system(length)
         self._cache: EvictingCache | None = conversation.cache
-        n_read = conversation.cache.seen
+        n_read = conversation.cache.columns_read
         shorter = length < len(conversation.ids)
         # tokens that the cache has read up to there; tokens that an edit has removed count too
         self.columns = self.positions[-1] + 1 if shorter else n_read
@@ -213,7 +213,7 @@ def count_bytes(cache: EvictingCache) -> int:
 
     `Conversation` calls it once, when it is made; `keep` compares these with its limit.
     """
-    others = [cache.ids.nbytes, 0 if cache.shared is None else cache.shared.nbytes, cache.states.nbytes]
+    others = [cache.ids.nbytes, 0 if cache.shared_score is None else cache.shared_score.nbytes, cache.states.nbytes]
     for layer in cache.layers:
         tensors: list[Any] = [layer.positions, *layer.state.values()]
         others += [one.nbytes for one in tensors if isinstance(one, Tensor)]
@@ -228,7 +228,7 @@ def _can_cut(one: Conversation, length: int) -> bool:
     # prompt has decided what was evicted, and a shorter one would have decided otherwise
     if not one.cache.settings.transparent and length < one.answer:
         return False
-    return can_crop(one.cache, one.cache.seen - one.positions[length - 1] - 1)  # tokens to remove from the end
+    return can_crop(one.cache, one.cache.columns_read - one.positions[length - 1] - 1)  # tokens to remove from the end
 
 
 def _count_before(answer: int, edited: Edited) -> int:

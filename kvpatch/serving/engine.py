@@ -111,7 +111,7 @@ class BatchingManager(ContinuousBatchingManager):
         # the model as transformers' processor will call it: its attention mask is an object that leads kvpatch to the pool
         model: Any = _Packing(self.model, self.pool, self.terms.carry)
         assert self.batch_processor is not None
-        if self.pool.coming:  # tokens that were scheduled
+        if self.pool.next_tokens:  # tokens that were scheduled
             self.batch_processor._generation_step(model)
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:

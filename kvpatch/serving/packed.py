@@ -34,7 +34,7 @@ class Part(NamedTuple):
         """
         block = self.cache.settings.block
         if block is not None and self.columns.shape[-1] % block:
-            self.cache.running.blocks[-1].ends_prompt = False  # running: the pass under way
+            self.cache.current_pass.blocks[-1].ends_prompt = False
 
     def of(self, packed: Tensor) -> Tensor:
         """Return this part's columns of a tensor of the whole pass, [B,Q,...]."""
@@ -70,7 +70,7 @@ class PackedPass:
     @property
     def positions_1Q(self) -> Tensor:
         """Positions of the columns, once the pass has begun."""
-        return self._in_order([part.cache.running.positions_BQ.flatten() for part in self.parts])[None]
+        return self._in_order([part.cache.current_pass.positions_BQ.flatten() for part in self.parts])[None]
 
     def attend(self, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Run a layer's attention, a cache at a time: q [1,H*G,Q,D], k and v [1,H,Q,D] -> [1,Q,H*G*D].

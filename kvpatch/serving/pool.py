@@ -43,9 +43,9 @@ class RequestPool:
 
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
     num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. find_prefix: returns the patch's that
-    a text begins with; begins: those of requests that wait or were admitted. conversations: that are kept, if any are. compute:
-    enters the stream of passes. after_token: gets a request's state with its new token. coming: tokens of the next pass, by
-    request. full: a request waits for room, so that later ones wait, too. placeholders: ids of images and sounds.
+    a text begins with; beginnings: those of requests that wait or were admitted. conversations: that are kept, if any are.
+    compute: enters the stream of passes. after_token: gets a request's state with its new token. next_tokens: by request.
+    request_waits: for room, so that later ones wait, too. placeholders: ids of images and sounds.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -64,14 +64,14 @@ class RequestPool:
         self.chunk = max_batch_tokens
         self.requests: dict[str, Request] = {}
         self.find_prefix: Callable[[Sequence[int]], Prefix | None] = lambda ids: None
-        self.begins: dict[str, Prefix | Beginning] = {}  # by request: the part of its text that was read before
+        self.beginnings: dict[str, Prefix | Beginning] = {}  # by request: the part of its text that was read before
         self.placeholders: Mapping[int, str] = {}
         self.conversations: Conversations | None = None
         self.compute: Callable[[], AbstractContextManager[Any]] = nullcontext  # enters the CUDA stream of the passes
         self.after_token: Callable[[Any], None] | None = None  # looks for a stop string
         self.rows = RowPool()
-        self.full = False  # a request waits for room
-        self.coming: list[tuple[str, int, int]] = []  # of the next pass: request, its tokens before, and in the pass
+        self.request_waits = False  # for room
+        self.next_tokens: list[tuple[str, int, int]] = []  # of the next pass: request, its tokens before, and in the pass
         self._forked: list[str] = []  # requests whose caches are still their sources'
 
     @cached_property
@@ -80,7 +80,7 @@ class RequestPool:
         settings = self.settings
         if settings.block is not None:
             return settings
-        if why_not("blocks of an engine", settings.combine()) is not None:  # the policy refuses blocks
+        if why_not("blocks of an engine", settings.list_features()) is not None:  # the policy refuses blocks
             return None
         return dataclasses.replace(settings, block=self.chunk)
 
@@ -124,12 +124,12 @@ class RequestPool:
         return self.settings.acts and self.settings.policy.scope.keeps_system
 
     @property
-    def claimed(self) -> int:
+    def claimed_blocks(self) -> int:
         """Blocks that requests have claimed."""
         return sum(request.blocks for request in self.requests.values())
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Tell transformers' scheduler, before a pass, if a request's next tokens fit. Admits a new one, or sets `full`.
+        """Tell transformers' scheduler before a pass if a request's next tokens fit. Admits a new one, or sets `request_waits`.
 
         A piece of a prompt is read whole or not at all, so that where it is cut does not depend on other requests.
         """
@@ -138,10 +138,10 @@ class RequestPool:
             return False
         if state.request_id in self.requests or dry_run:
             return True
-        prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
+        prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.beginnings.get(state.request_id)
         blocks = self.count_blocks(prompt, new, prefix)
-        self.full = self.full or self.claimed + blocks > self.num_blocks
-        if self.full:  # later requests wait, too
+        self.request_waits = self.request_waits or self.claimed_blocks + blocks > self.num_blocks
+        if self.request_waits:  # later requests wait, too
             return False
         messages = state.logit_processor_kwargs.get("messages")
         self.requests[state.request_id] = Request(prompt, new, blocks, prefix=prefix, messages=messages)
@@ -154,10 +154,10 @@ class RequestPool:
 
         `_choose_beginning` asks. Also None if there are not blocks enough yet. positions: how many the model has, or None.
         """
-        prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.begins.get(state.request_id)
+        prompt, new, prefix = len(state.initial_tokens), state.max_new_tokens, self.beginnings.get(state.request_id)
         if self.conversations is None or new is None or state.num_children:  # children: several answers
             return None
-        if self.claimed + self.count_blocks(prompt, new, prefix) > self.num_blocks:  # it waits on
+        if self.claimed_blocks + self.count_blocks(prompt, new, prefix) > self.num_blocks:  # it waits on
             return None
         with self.compute():  # in the CUDA stream of the passes
             beginning = self.conversations.find(state.initial_tokens)
@@ -167,7 +167,7 @@ class RequestPool:
             return None  # a text of other messages, or a later system message: read anew, as a budget for it was checked
         if positions is not None and beginning.columns + prompt - len(beginning) + new - 1 > positions:
             return None
-        return beginning if self.claimed + self.count_blocks(prompt, new, beginning) <= self.num_blocks else None
+        return beginning if self.claimed_blocks + self.count_blocks(prompt, new, beginning) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
         """Store an ended request's cache in `conversations`, for Admission, unless it failed or its prompt is partly unread."""
@@ -176,26 +176,26 @@ class RequestPool:
             return
         with self.compute():  # in the CUDA stream of the passes
             cache = self.rows.copy_row(state.request_id) if request.cache is None else request.cache
-            if cache is None or cache.unfinished or cache.turns.open or not cache.turns.count:  # broken, or prompt unread
+            if cache is None or cache.unfinished or cache.turns.unfinished or not cache.turns.prompts_read:
                 return
             cache.settings = self.settings  # no more those of `_blockwise`
             begun = request.prefix if isinstance(request.prefix, Beginning) else None  # it went on from a kept one
-            positions = list(range(cache.seen)) if begun is None else [*begun.positions, *range(begun.columns, cache.seen)]
-            tokens = state.initial_tokens + state.generated_tokens
+            n_read, tokens = cache.columns_read, state.initial_tokens + state.generated_tokens
+            positions = list(range(n_read)) if begun is None else [*begun.positions, *range(begun.columns, n_read)]
             ids, answer = tokens[: len(positions)], len(state.initial_tokens)
             self.conversations.keep(Conversation(ids, positions, answer, cache, request.messages))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Drop a request, its row among those that decode, and its claim of blocks. The engine calls this at its end."""
         self.requests.pop(request_id, None)
-        self.begins.pop(request_id, None)
+        self.beginnings.pop(request_id, None)
         self.rows.drop(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         """Drop all requests. transformers' processor calls this when it is reset."""
         self.requests.clear()
-        self.begins.clear()
-        self.coming.clear()
+        self.beginnings.clear()
+        self.next_tokens.clear()
         self._forked.clear()
         self.rows = RowPool()
 
@@ -203,7 +203,7 @@ class RequestPool:
 
     def compute_free_capacity(self, relative: bool = True) -> float:
         """Return the share of blocks that are free, or their number."""
-        free = self.num_blocks - self.claimed
+        free = self.num_blocks - self.claimed_blocks
         return free / self.num_blocks if relative else free
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
@@ -233,7 +233,7 @@ class RequestPool:
         """Admit copies of a request for several answers, while there is room; return their names. The engine calls this."""
         source, forked = self.requests[src_state.request_id], list[str]()
         for name in dst_req_ids:
-            if self.claimed + source.blocks > self.num_blocks:
+            if self.claimed_blocks + source.blocks > self.num_blocks:
                 break
             self.requests[name] = dataclasses.replace(source)
             forked.append(name)
@@ -250,11 +250,11 @@ class RequestPool:
     ) -> None:
         """Note that the next `query_length` columns (tokens) of the coming pass are this request's. The engine calls this."""
         if query_length:  # 0: the only token that is left of the prompt is read once the request has been copied
-            self.coming.append((request_id, past_length, query_length))
+            self.next_tokens.append((request_id, past_length, query_length))
 
     def next_pass(self) -> PackedPass:
-        """Return, and empty, the coming pass: requests that decode, joined, and prompts' pieces. `_begin_packed` calls it."""
-        coming, self.coming = self.coming, []
+        """Build the next pass from `next_tokens`, and empty that, for `_begin_packed`; requests that now decode join `rows`."""
+        coming, self.next_tokens = self.next_tokens, []
         for name in self._forked:  # requests that still share another's cache
             request = self.requests.get(name)
             if request is not None and request.cache is not None:
@@ -284,8 +284,8 @@ class RequestPool:
             settings = self._blockwise if in_blocks and self._blockwise is not None else self.settings
             request.cache = EvictingCache(settings) if request.prefix is None else request.prefix.copy()
             request.cache.settings = settings
-            request.cache.request.prompt_len = request.cache.seen + request.prompt - past
-            request.cache.request.new_tokens = request.new  # tokens to generate, at most
+            request.cache.plans.prompt_len = request.cache.columns_read + request.prompt - past
+            request.cache.plans.new_tokens = request.new  # tokens to generate, at most
             request.cache.messages = request.messages
         ends_block = end == request.prompt or len(columns) == self.chunk  # else its last block may go on in the next pass
         return Part(request.cache, columns, decodes=False, open=not ends_block)

@@ -21,15 +21,15 @@ def check_cache(cache: EvictingCache) -> None:
     decoding needs count as reserved by room=; the loaded cache then has that reservation again.
     """
     # layers whose next token goes into a free slot: which heads may need more slots, and in how many steps heads evict
-    slotted = [layer for layer in cache.layers if layer.mode.slotted]  # the others append
+    slotted = [layer for layer in cache.layers if layer.mode.fills_free_slots]  # the others append
     for layer in slotted:
         layer.update_short_heads()
         layer.update_pace()
     invariants.check_state(cache)  # sizes, positions and counts agree
     if cache.ids.ids_BT is not None:
         invariants.must(cache.ids.ids_BT >= UNKNOWN, "ids holds a number that is no token")
-    if cache.shared is not None:  # scores that all layers share
-        _check_weights("shared", cache.shared)
+    if cache.shared_score is not None:  # scores that all layers share
+        _check_weights("shared", cache.shared_score)
     for name, state in cache.states.tensors().items():
         _check_finite(f"states.{name}", state)
     for index, layer in enumerate(cache.layers):
@@ -40,7 +40,7 @@ def check_cache(cache: EvictingCache) -> None:
         invariants.check_bytes(cache)
     except InvalidError:  # too many free slots, if room= was not asked for
         free = [size - n for layer in slotted for size, n in zip(layer.kv.capacities(), layer.counts(), strict=True)]
-        cache.request.room = max(free, default=None)
+        cache.plans.static_room = max(free, default=None)
         invariants.check_bytes(cache)
 
 
@@ -57,7 +57,7 @@ def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
     for name, tensor in zip(("keys", "values"), layer.kv.numbers(layer.kv.width), strict=True):
         finite = tensor.isfinite().all(-1) | ~slots
         invariants.must(finite, f"{where}: {name} are not finite")
-    for need, note in layer.notes.items():  # what the policy remembers of the layer
+    for need, note in layer.need_notes.items():  # what the policy remembers of the layer
         for name, tensor in vars(note).items():
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 _check_finite(f"{where}: {name} of {need}", tensor)

@@ -30,10 +30,10 @@ def save(cache: EvictingCache, path: str | PathLike[str], model: Description) ->
     Raises:
         KVPatchError: the cache is empty, or in the middle of a prompt or of a forward pass, or the file cannot be written.
     """
-    cache.check_finished()
+    cache.refuse_unfinished()
     if not cache.get_seq_length():
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
-    if cache.turns.open:  # a prompt in several passes has begun and not ended
+    if cache.turns.unfinished:  # a prompt in several passes has begun and not ended
         raise KVPatchError("The cache is in the middle of a prompt: read it to its end, then save.")
     with cache.reading("save_cache()"):  # raises if another thread changes it meanwhile
         about, tensors = _describe_cache(cache, model)
@@ -45,10 +45,10 @@ def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Descripti
 
     `save` calls it. Tensors of layer 0 are named "0.NAME". The model's identity and the settings are noted, to be compared.
     """
-    shortfall_B, gaps_B = cache.counters.shortfall_B, cache.rows.gaps_B
+    shortfall_B, gaps_B = cache.counters.steps_behind_B, cache.rows.gaps_B
     # of the cache as a whole: tokens of each row, the score that all layers share, decode steps that a row is behind,
     # padding between its tokens, and token ids
-    rows = {"seen_B": cache.seen_B, "shared": cache.shared, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
+    rows = {"seen_B": cache.seen_B, "shared": cache.shared_score, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
     rows["ids"] = cache.ids.ids_BT
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
@@ -57,14 +57,14 @@ def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Descripti
         found = {name: getattr(layer, name) for name in schema.TENSORS if getattr(layer, name) is not None}
         found |= dict(zip(("keys", "values"), layer.kv.stored, strict=False))  # keys alone if values are a part of them
         found |= {} if layer.kv.centre is None else {"centre_BH1D": layer.kv.centre}
-        found |= {"free_BH": layer.mode.free_BH} if layer.mode.slotted else {}
+        found |= {"free_BH": layer.mode.free_BH} if layer.mode.fills_free_slots else {}
         found |= {f"state.{name}": tensor for name, tensor in layer.state.items()}
-        notes = layer.notes.items()  # what the policy remembers of the layer
+        notes = layer.need_notes.items()  # what the policy remembers of the layer
         found |= {f"{need}.{name}": tensor for need, note in notes for name, tensor in vars(note).items() if tensor is not None}
         tensors |= {f"{index}.{name}": tensor for name, tensor in found.items()}
-        about = {name: getattr(layer, name) for name in schema.ATTRIBUTES}
+        about = {name: getattr(layer, attribute) for name, attribute in schema.ATTRIBUTES.items()}
         about |= {"mode": layer.mode.name, "dtype": str(layer.dtype)}
-        about |= {name: getattr(layer.mode, name) for name in layer.mode.saved}  # the mode's counters
+        about |= {name: getattr(layer.mode, attribute) for name, attribute in layer.mode.saved.items()}  # the mode's counters
         # head_offsets: slots of each head, if heads have different lengths. limits: numbers of protected tokens
         layers.append(about | {"head_offsets": layer.kv.described(), "limits": _list_limits(layer.limits)})
     tensors |= {f"states.{name}": state for name, state in cache.states.tensors().items()}
@@ -100,7 +100,7 @@ def load(
         about, tensors, _ = _read_file(path, cache, model, shapes)
         _restore_cache(cache, about, tensors, shapes, devices)
         contents.check_cache(cache)
-    cache.drop_stack(due=True)  # the next decode step joins layers' tensors, to compute them as one
+    cache.unstack_layers(due=True)  # the next decode step joins layers' tensors, to compute them as one
     return cache
 
 
@@ -117,9 +117,9 @@ def _restore_cache(
     """
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
-    for name in schema.ROWS:  # tensors with the batch first, of the cache as a whole
-        holder = {"shortfall_B": cache.counters, "gaps_B": cache.rows}.get(name, cache)
-        setattr(holder, name, tensors[name].to(devices[0]) if name in tensors else None)
+    # tensors with the batch first, of the cache as a whole
+    rows = {name: tensors[name].to(devices[0]) if name in tensors else None for name in schema.ROWS}
+    cache.seen_B, cache.rows.gaps_B, cache.shared_score, cache.counters.steps_behind_B = rows.values()
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         found = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _restore_layer(cache, layer, found, described, shapes[index], cache.settings.policies[index])
@@ -140,10 +140,10 @@ def _restore_layer(
     # the mode (how decode steps store and evict), with its counters and each head's free slot; then the other attributes
     head_offsets, limits, mode = described.pop("head_offsets"), described.pop("limits"), MODES[described.pop("mode")]
     layer.dtype = schema.DTYPES[described.pop("dtype")]
-    counters = {name: described.pop(name) for name in mode.saved}
-    layer.mode = mode(**counters, **({"free_BH": tensors.pop("free_BH")} if mode.slotted else {}))
-    for name, value in described.items():
-        setattr(layer, name, value)
+    counters = {attribute: described.pop(name) for name, attribute in mode.saved.items()}
+    layer.mode = mode(**counters, **({"free_BH": tensors.pop("free_BH")} if mode.fills_free_slots else {}))
+    for name, attribute in schema.ATTRIBUTES.items():
+        setattr(layer, attribute, described[name])
     # keys and values. A prompt that is still read is not rounded; later, keys are rounded around a centre
     keys = tensors.pop("keys")
     values = keys[..., : shape.value] if layer.latent else tensors.pop("values")
@@ -157,7 +157,7 @@ def _restore_layer(
     for need in policy.needs:  # what its score reads
         saved = {name: f"{need.name}.{name}" for name in need.saved({})}
         if need.note is not None and all(key in tensors for key in saved.values()):
-            layer.notes[need.name] = need.note(**{name: tensors.pop(key) for name, key in saved.items()})
+            layer.need_notes[need.name] = need.note(**{name: tensors.pop(key) for name, key in saved.items()})
     for name, tensor in tensors.items():
         if name.startswith("state."):
             layer.state[name.removeprefix("state.")] = tensor
@@ -185,15 +185,16 @@ def _describe_history(cache: EvictingCache) -> Description:
     joined: rows are at different positions of their texts. by_columns: positions count padding columns.
     """
     turns, rows = cache.turns, cache.rows
-    flags = {"joined": rows.joined, "padded": rows.padded, "by_columns": rows.by_columns}
-    edited = {"edited": rows.edited} if rows.edited else {}
-    return {"steps": cache.counters.steps, "turns": turns.count, "turn_from_B": turns.begin_B, **flags, **edited}
+    flags = {"joined": rows.concatenated, "padded": rows.padded, "by_columns": rows.by_columns}
+    edited = {"edited": rows.columns_at_edit} if rows.columns_at_edit else {}
+    return {"steps": cache.counters.steps, "turns": turns.prompts_read, "turn_from_B": turns.begin_B, **flags, **edited}
 
 
 def _restore_history(cache: EvictingCache, about: Description) -> None:
     cache.counters.steps = about.pop("steps")
     cache.turns = Turns(about.pop("turns"), about.pop("turn_from_B"))
-    cache.rows = RowAlignment(**about)
+    concatenated, columns_at_edit = about.pop("joined"), about.pop("edited", 0)
+    cache.rows = RowAlignment(concatenated=concatenated, columns_at_edit=columns_at_edit, **about)
 
 
 def _read_file(

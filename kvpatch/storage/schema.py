@@ -31,18 +31,17 @@ HISTORY = (
 ROWS = ("seen_B", "gaps_B", "shared", "shortfall_B")
 TENSORS = ("positions", *(one.name for one in HEAD_TENSORS))
 DTYPES = {str(dtype): dtype for dtype in FLOATS}
-LAYER = (
-    Field.of_count("used"),
-    Field.of_count("seen"),
-    Field.of_flag("holes"),
-    Field.of_flag("contiguous"),
-    Field.of_count("floor"),
-    Field("sliding"),
-)
-"""Attributes of a layer."""
+ATTRIBUTES = {  # of a layer: their names in files
+    "used": "columns_used",
+    "seen": "columns_read",
+    "holes": "may_have_empty",
+    "contiguous": "in_text_order",
+    "floor": "first_croppable",
+    "sliding": "sliding",
+}
+LAYER = (*map(Field.of_count, ("used", "seen", "floor")), *map(Field.of_flag, ("holes", "contiguous")), Field("sliding"))
 BESIDE = (Field("mode"), Field("dtype", list(DTYPES).__contains__, "dtype is {value:.40}"))
 SLOTS = (Field("head_offsets"), Field("limits"))
-ATTRIBUTES = tuple(one.name for one in LAYER)
 
 
 class LayerShape(NamedTuple):
@@ -94,7 +93,7 @@ def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
 
     Any size is allowed but for the batch B. A model without such states has nothing to check.
     """
-    for number, count in () if cache.settings.stack is None else cache.settings.stack.states:
+    for number, count in () if cache.settings.layer_numbers is None else cache.settings.layer_numbers.states:
         names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
         held = [name for name in names if name in left]
         _check_condition(held, f"it holds no state of layer {number}")
@@ -129,7 +128,7 @@ class _Layer:
         dtype = DTYPES[about["dtype"]]  # of keys and values
         C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
         _check_condition(0 <= used <= C and about["floor"] <= used, f"{self.where}: {used} of {C} slots are used")
-        shape = self._find_shape(about["head_offsets"], C, mode.slotted and about["holes"])
+        shape = self._find_shape(about["head_offsets"], C, mode.fills_free_slots and about["holes"])
         # keys and values: [...,D] in the model's dtype, or bytes if they are rounded; with them the centre of the keys
         bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt that is still being read is not rounded
         kinds = zip(("keys", "values"), self.sizes, codecs(bits, *self.sizes, dtype, self.latent), strict=True)
@@ -140,7 +139,7 @@ class _Layer:
             self._take_tensor(left, name, (stored,), (*shape, width))
         if bits != FULL:
             self._take_tensor(left, "centre_BH1D", (dtype,), (self.B, self.H, 1, self.sizes[0]))
-        if mode.slotted:
+        if mode.fills_free_slots:
             self._take_tensor(left, "free_BH", (torch.int64,), (self.B, self.H))
         for kind in HEAD_TENSORS:  # with a number for each head, such as its budget; a layer must or may have it
             may = f"{self.index}.{kind.name}" in left and kind.may_be(self.cache.settings, self.index, self.on_budget)

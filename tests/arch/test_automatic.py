@@ -93,7 +93,7 @@ def test_served_by_an_automatic_row(kind):
         pytest.skip("its configuration class does not read what it writes")
     target = Target.find(sketch(kind, **SERVED[kind]))
     assert all(isinstance(adapter, automatic.AutomaticAdapter) for _, adapter in target.attentions)
-    stack = target.stack
+    stack = target.layer_numbers
     layers = getattr(target.decoder.config, "decoder_layers", target.decoder.config.num_hidden_layers)
     assert len(target.attentions) == (len(stack.attention) if stack else layers)
 

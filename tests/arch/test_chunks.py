@@ -45,7 +45,7 @@ def test_only_a_text_of_several_chunks_is_for_torch():
         cache = patch.new_cache()
         for n in (7, 2, 8):
             model(prompt(1, n), past_key_values=cache)
-            seen += [case.special for _, case in cache.choice.known if _ == "prompt"][-1:]
+            seen += [case.special for _, case in cache.backend_choice.choices if _ == "prompt"][-1:]
     assert seen == [(), ("chunk",), ("chunk",)]
 
 
@@ -127,7 +127,7 @@ def test_attention_to_chunks_behind_evicted_tokens():
     generator = torch.Generator().manual_seed(0)
     positions, rows = torch.tensor([0, 3, 8, 9, 14, 15, 16]), torch.tensor([[14, 15, 16]])
     q, k, v = (torch.randn(1, 1, n, 4, generator=generator, dtype=torch.float64) for n in (3, 7, 7))
-    keys = Keys(k, v, positions.expand(1, 1, -1), holes=False, past=4, ordered=True)
+    keys = Keys(k, v, positions.expand(1, 1, -1), may_have_empty=False, columns_before=4, ordered=True)
     geometry = Geometry(0.5, None, Chunk(5))
     seen = (positions <= rows[0, :, None]) & (positions // 5 == rows[0, :, None] // 5)
     want = torch.softmax((q @ k.mT * 0.5).masked_fill(~seen, -torch.inf), -1) @ v

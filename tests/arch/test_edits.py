@@ -34,7 +34,7 @@ def test_new_tokens_are_read_at_the_places_of_others(name):
         with kvpatch.patched(model, "h2o", 1.0) as patch:
             cache = patch.new_cache()
             model(ids[:, :-1], past_key_values=cache)
-            if why_not("replace", cache.settings.combine(positions_fixed=patch._state.why_positions_fixed)) is not None:
+            if why_not("replace", cache.settings.list_features(positions_fixed=patch._state.why_positions_fixed)) is not None:
                 with pytest.raises(KVPatchError, match=r"^replace\(\)"):
                     patch.replace(cache, (START, STOP), new)
                 return
@@ -49,6 +49,6 @@ def test_families_that_cannot_be_told_positions_are_refused():
     for name in FAMILIES:
         with kvpatch.patched(tiny_families.make(name), "h2o", 1.0) as patch:
             state = patch._state
-            if why_not("replace", state.settings.combine(positions_fixed=state.why_positions_fixed)) is not None:
+            if why_not("replace", state.settings.list_features(positions_fixed=state.why_positions_fixed)) is not None:
                 refused.append(name)
     assert refused == list(BY_COLUMNS)

@@ -217,7 +217,7 @@ def test_norms_of_tokens_that_are_appended_are_kept(model, monkeypatch):
 
     def run(cache):
         logits, _ = force(model, prompt(1, N), prompt(1, 5, seed=2), cache=cache)
-        norms.append([layer.state["norm"][:, :, : layer.used].clone() for layer in cache.layers])
+        norms.append([layer.state["norm"][:, :, : layer.columns_used].clone() for layer in cache.layers])
         return logits
 
     agree(both_ways(model, monkeypatch, run, kvpatch.critical(kvpatch.global_topk("snapkv")), 60, window=4))

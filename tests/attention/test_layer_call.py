@@ -48,10 +48,12 @@ def test_a_case_names_a_window_and_a_past_only_where_they_count():
     with kvpatch.patched(model, "snapkv", 0.5) as patch:
         for pieces in ((wide,), (wide + 1,), (3, 4)):
             cache = patch.new_cache()
-            cache.request.prompt_len = sum(pieces)
+            cache.plans.prompt_len = sum(pieces)
             cases = []
-            choose = cache.choice.of
-            cache.choice.of = lambda task, case, choose=choose, cases=cases: cases.append((task, case)) or choose(task, case)
+            choose = cache.backend_choice.of
+            cache.backend_choice.of = lambda task, case, choose=choose, cases=cases: (
+                cases.append((task, case)) or choose(task, case)
+            )
             for number in (*pieces, 1):
                 model(prompt(1, number), past_key_values=cache)
             seen[pieces] = {(task, case.window, case.past) for task, case in cases}
@@ -70,8 +72,8 @@ def test_a_score_that_layers_share_grows_with_the_text():
             model(prompt(1, count), past_key_values=cache)
             seen += count
             cache.check_invariants()
-            assert seen < cache.shared.shape[-1] <= seen + 1 + seen // 4 + 64
-            assert (cache.shared[..., seen] > 0).all()  # the newest token attends to itself
+            assert seen < cache.shared_score.shape[-1] <= seen + 1 + seen // 4 + 64
+            assert (cache.shared_score[..., seen] > 0).all()  # the newest token attends to itself
 
 
 def test_a_layer_below_its_budget_evicts_only_where_other_processes_may(model):
@@ -80,7 +82,7 @@ def test_a_layer_below_its_budget_evicts_only_where_other_processes_may(model):
     call = cache.steps.calls[0]
     for processes, unfilled, evicting in ((1, False, True), (1, True, False), (2, True, True), (2, False, True)):
         cache.settings = dataclasses.replace(cache.settings, parallel=Parallel(processes))
-        cache.layers[0].mode.unfilled = unfilled
+        cache.layers[0].mode.all_heads_short = unfilled
         assert Call(cache, call.now, 0, call.bound_adapter, call.group, call.device).evicting == evicting
 
 
@@ -93,7 +95,7 @@ def test_a_case_names_the_size_of_values(model):
     """The kernels of a step refuse values that are no longer or shorter than keys: they read both by one size."""
     cache = read(model, "h2o", 0.5)
     call = cache.steps.calls[0]
-    keys = call.keys(call.slots.used)
+    keys = call.keys(call.slots.columns_used)
     q_BHGD = torch.empty(1, 2, 2, keys.k_BHTD.shape[-1])
     longer = dataclasses.replace(keys, v_BHTD=torch.cat([keys.v_BHTD, keys.v_BHTD], -1))
     sizes = [call.case("decode", q_BHGD, one).value_dim for one in (keys, longer)]

@@ -67,7 +67,7 @@ def test_several_tokens_at_once_are_decode_steps_inside_generate():
         model, ids, fed = make("mistral_sliding"), prompt(2, 20), prompt(2, 9, seed=2)
         with kvpatch.patched(model, policy, 0.5) as patch, torch.no_grad():
             one, other = patch.new_cache(), patch.new_cache()
-            one.request.prompt_len = other.request.prompt_len = 20
+            one.plans.prompt_len = other.plans.prompt_len = 20
             want, _ = force(model, ids, fed, cache=one)
             got = model(torch.cat([ids, fed], 1), past_key_values=other, use_cache=True).logits[:, 19:]
         torch.testing.assert_close(want, got, atol=2e-5, rtol=0)
@@ -79,12 +79,12 @@ def test_temperatures_of_tokens_in_the_pass_that_ends_a_prompt(model):
     with kvpatch.patched(model, "keyformer", 0.5, tau=(0.5, 4.0), generation_length=4, noise="none") as handle:
         for turn in range(2):
             at_once, singly = handle.new_cache(), handle.new_cache()
-            at_once.request.prompt_len = singly.request.prompt_len = N
+            at_once.plans.prompt_len = singly.plans.prompt_len = N
             if turn:
                 for cache in (at_once, singly):
                     model(prompt(2, N), past_key_values=cache)
                     model(prompt(2, 1, seed=4), past_key_values=cache)
-                    cache.request.prompt_len = 2 * N + 1
+                    cache.plans.prompt_len = 2 * N + 1
             ids = prompt(2, N + 3, seed=5)
             model(ids, past_key_values=at_once)
             for piece in ids.split([N, 1, 1, 1], 1):
@@ -105,11 +105,11 @@ def test_layers_that_share_a_score_take_generated_tokens_one_by_one():
     with torch.no_grad(), kvpatch.patched(model, "keyformer", 0.5, shared=True) as patch:
         for extra in range(4):  # in the pass that ends the prompt
             cache = patch.new_cache()
-            cache.request.prompt_len = 12
+            cache.plans.prompt_len = 12
             with pytest.raises(KVPatchError, match=words.format(extra)) if extra > 1 else contextlib.nullcontext():
                 model(torch.cat([ids, fed[:, :extra]], 1), past_key_values=cache)
         cache = feed(model, patch, ids)
-        cache.request.prompt_len = 12
+        cache.plans.prompt_len = 12
         before = [cache.positions(layer) for layer in range(2)]
         with pytest.raises(KVPatchError, match=words.format(3)):
             model(fed, past_key_values=cache)
@@ -120,7 +120,7 @@ def test_layers_that_share_a_score_take_generated_tokens_one_by_one():
         assert all(torch.equal(want.positions(layer), cache.positions(layer)) for layer in range(2))
     with torch.no_grad(), kvpatch.patched(model, "keyformer", 1.0, shared=True) as patch:
         cache = feed(model, patch, ids)
-        cache.request.prompt_len = 12
+        cache.plans.prompt_len = 12
         model(fed, past_key_values=cache)  # nothing is chosen
 
 

@@ -73,7 +73,7 @@ def test_kernels_step_stacked_layers(model, policy, monkeypatch):
     pytest.importorskip("triton")
     ids, fed = prompt(2, 16), prompt(2, 5, seed=2)
     stacked, one = run(model, ids, fed, policy, 0.5, backend="triton")
-    assert one.stacked and one.steps.stack.backend == one.choice.ran["decode"][0] == "triton"
+    assert one.stacked and one.steps.stack.backend == one.backend_choice.ran_last["decode"][0] == "triton"
     with monkeypatch.context() as patched_out:
         patched_out.setattr(kvpatch.attention.attend, "_find_stack", lambda *_: None)
         alone, other = run(model, ids, fed, policy, 0.5, backend="triton")
@@ -90,7 +90,7 @@ def test_kernels_note_the_norms_of_tokens_that_are_appended(model, policy):
     ids, fed = prompt(2, 16), prompt(2, 9, seed=2)
     (got, one), (want, other) = (run(model, ids, fed, policy, 20, backend=name) for name in ("triton", "torch"))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    assert one.choice.ran["decode"][0] == "triton" and kept(one) == kept(other)
+    assert one.backend_choice.ran_last["decode"][0] == "triton" and kept(one) == kept(other)
 
 
 def test_kernels_step_stacked_layers_with_tokens_of_the_users(model):
@@ -121,10 +121,10 @@ def test_a_step_with_gradients_is_not_the_kernels(model):
         assert cache.stacked
         with torch.enable_grad():
             model(prompt(1, 1), past_key_values=cache).logits.sum().backward()
-        assert cache.steps.stack.backend == cache.choice.ran["decode"][0] == "torch"
+        assert cache.steps.stack.backend == cache.backend_choice.ran_last["decode"][0] == "torch"
         model.zero_grad()
         force(model, prompt(1, 1), prompt(1, 1)[:, :0], cache=cache)
-        assert cache.steps.stack.backend == cache.choice.ran["decode"][0] == "triton"
+        assert cache.steps.stack.backend == cache.backend_choice.ran_last["decode"][0] == "triton"
 
 
 APPENDED = {
@@ -152,7 +152,9 @@ def test_kernels_append(model, case, padded):
     for backend in ("triton", "torch"):
         with kvpatch.patched(model, case.split(",")[0], backend=backend, **options):
             logits, cache = force(model, ids, fed, mask)
-            ran = cache.choice.ran["ragged" if padded and "decode" not in cache.choice.ran else "decode"][0]
+            ran = cache.backend_choice.ran_last[
+                "ragged" if padded and "decode" not in cache.backend_choice.ran_last else "decode"
+            ][0]
             if not padded:
                 more, _ = force(model, prompt(2, 3, seed=5), fed[:, :2], cache=cache)
                 logits = torch.cat([logits, more], 1)

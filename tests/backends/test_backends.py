@@ -36,7 +36,7 @@ def test_keys_that_a_row_attends_to(sliding):
     held = torch.tensor([[[-1, 0, 3, 4, 7, -1], [2, 5, -1, 6, 0, 1]], [[-1, -1, 1, 2, 0, -1], [0, -1, -1, -1, -1, -1]]])
     rows = torch.tensor([[8, 9, 10], [-1, 3, 4]])
     positions = torch.cat([held, rows[:, None].expand(2, 2, 3)], -1)
-    keys = Keys(torch.empty(2, 2, 9, 4), torch.empty(2, 2, 9, 4), positions, True, past=6, ordered=False)
+    keys = Keys(torch.empty(2, 2, 9, 4), torch.empty(2, 2, 9, 4), positions, True, columns_before=6, ordered=False)
     got = triton_backend.visible_keys(keys, rows, Geometry(1.0, None, sliding))
     for b in range(2):
         for h in range(2):
@@ -74,7 +74,7 @@ def test_a_gpu_gets_the_fastest_that_can(task, monkeypatch):
     monkeypatch.setattr(backend("triton"), "reason", lambda task, case: "it is broken")
     chosen = Choice()
     assert chosen.of(task, cuda) == {"prompt": "flash", "ragged": "flash"}.get(task, "torch")
-    assert task == "prompt" or chosen.ran[task][1].startswith("triton: it is broken")
+    assert task == "prompt" or chosen.ran_last[task][1].startswith("triton: it is broken")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_prompt_that_no_flash_kernel_takes(case, name, monkeypatch):
     monkeypatch.setattr(backend("flash"), "reason", lambda task, case: "none takes it")
     chosen = Choice()
     assert chosen.of("prompt", case) == name
-    assert chosen.ran["prompt"][1].startswith("flash: none takes it")
+    assert chosen.ran_last["prompt"][1].startswith("flash: none takes it")
 
 
 def test_a_call_that_the_chosen_backend_cannot_take_goes_to_the_next(monkeypatch):
@@ -102,7 +102,7 @@ def test_a_call_that_the_chosen_backend_cannot_take_goes_to_the_next(monkeypatch
     cuda, chosen = Case("cuda", torch.bfloat16, 128), Choice()
     assert chosen.of("prompt", cuda) == "flash"
     assert chosen.instead("prompt", cuda, "flash", "keys are out of order") == "triton"
-    assert chosen.ran["prompt"] == ("triton", "flash: keys are out of order")
+    assert chosen.ran_last["prompt"] == ("triton", "flash: keys are out of order")
     assert chosen.of("prompt", cuda) == "flash", "of that call alone"
 
 
@@ -190,7 +190,7 @@ def test_several_decode_tokens_in_one_pass(rows):
     for name in ("torch", "triton"):
         with torch.no_grad(), kvpatch.patched(model, "h2o", 0.5, backend=name) as patch:
             cache = patch.new_cache()
-            cache.request.prompt_len = 20
+            cache.plans.prompt_len = 20
             found[name] = model(ids, past_key_values=cache).logits
             assert patch.report().backends["decode"][0] == name
     torch.testing.assert_close(found["triton"], found["torch"], atol=2e-5, rtol=0)

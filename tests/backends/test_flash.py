@@ -192,7 +192,7 @@ def test_holes_anywhere(install):
     q, keys, _, geometry = case()
     real = torch.rand(3, 13, generator=torch.Generator().manual_seed(1)) > 0.4
     rows = (real.cumsum(1) - 1).masked_fill(~real, -1)
-    keys.holes, keys.positions_BHT = True, rows[:, None].expand(3, 2, 13)
+    keys.may_have_empty, keys.positions_BHT = True, rows[:, None].expand(3, 2, 13)
     out, lse, _ = flash_backend.attend(q, keys, rows, geometry)
     want, want_lse = twin(q, keys, rows, geometry)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
@@ -212,7 +212,7 @@ def test_a_past_without_order_is_attended_where_distance_does_not_count(install)
     for other in (Geometry(0.3, None, 4), Geometry(0.3, SLOPES, None)):
         with pytest.raises(ValueError, match=r"Keys before this piece are out of order.*torch backend"):
             flash_backend.attend(q, keys, rows, other)
-    keys.holes = True
+    keys.may_have_empty = True
     with pytest.raises(ValueError, match=r"Keys before this piece lie in slots of their own per head.*torch backend"):
         flash_backend.attend(q, keys, rows, geometry)
 

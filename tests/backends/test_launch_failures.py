@@ -174,6 +174,6 @@ def test_a_backend_chosen_instead_that_fails_is_not_said_to_have_run(monkeypatch
 
     assert chosen.of("prompt", CUDA) == "flash" and chosen.instead("prompt", CUDA, "flash", "keys are out of order") == "triton"
     assert chosen.attempt("prompt", CUDA, fail, name="triton") is None
-    served, why = chosen.ran["prompt"]
+    served, why = chosen.ran_last["prompt"]
     assert served == "torch" and why.startswith("flash: keys are out of order; triton: ") and "shared memory" in why
     assert chosen.of("prompt", CUDA) == "flash"

@@ -32,7 +32,7 @@ def inputs(B, H, G, Q, past, D, sharpness=1.0):
     T = past + Q
     q, k, v = (torch.randn(*shape, D, generator=generator) for shape in ((B, H, G, Q), (B, H, T), (B, H, T)))
     q *= sharpness
-    keys = Keys(k, v, torch.arange(T).expand(B, H, T), holes=False, past=past, ordered=True)
+    keys = Keys(k, v, torch.arange(T).expand(B, H, T), may_have_empty=False, columns_before=past, ordered=True)
     logits = q.double() @ k.double()[:, :, None].transpose(-1, -2) / D**0.5
     future = torch.ones(Q, T, dtype=torch.bool).triu(past + 1)
     return q, keys, logits.masked_fill(future, -torch.inf).softmax(-1)
@@ -46,12 +46,12 @@ def observed(q, keys, threads, lse=None):
     out = None if lse is not None else torch.empty_like(q)
 
     def take(rows):
-        sums[rows.n0 : rows.n1, rows.lo : rows.hi] += rows.p_NGRM.sum((1, 2))
-        for n in range(rows.n0, rows.n1):
-            blocks.setdefault(n, []).append((rows.start, rows.stop, rows.lo, rows.hi))
+        sums[rows.first_head : rows.stop_head, rows.first_column : rows.stop_column] += rows.p_NGRM.sum((1, 2))
+        for n in range(rows.first_head, rows.stop_head):
+            blocks.setdefault(n, []).append((rows.first_row, rows.stop_row, rows.first_column, rows.stop_column))
         least.append(rows.p_NGRM[rows.p_NGRM > 0].min().item())
 
-    rows_BQ = torch.arange(keys.past, keys.past + Q).expand(B, Q)
+    rows_BQ = torch.arange(keys.columns_before, keys.columns_before + Q).expand(B, Q)
     torch_backend.observe(q, keys, rows_BQ, Geometry(D**-0.5, None, None), lse, take, out=out)
     return sums.view(B, H, -1), out, blocks, min(least)
 

@@ -232,10 +232,14 @@ def blocks_of(prompt, names, tau):
         fresh = False
 
     def observe(rows: ProbabilityRows) -> None:
-        entry = None if noise is None else noise.flatten(0, 1)[rows.n0 : rows.n1, rows.lo : rows.hi]
+        entry = (
+            None
+            if noise is None
+            else noise.flatten(0, 1)[rows.first_head : rows.stop_head, rows.first_column : rows.stop_column]
+        )
         block = Block(rows.p_NGRM, rows.keys_NR, entry, lambda: None, tau, 0, 0)
         for name in names:
-            sums[name][rows.n0 : rows.n1, rows.lo : rows.hi] += STATISTICS[name](block, Score)
+            sums[name][rows.first_head : rows.stop_head, rows.first_column : rows.stop_column] += STATISTICS[name](block, Score)
 
     geometry = Geometry(prompt.options["scale"], prompt.options.get("slopes_HG"), prompt.options.get("sliding"))
     torch_backend.observe(q, held, prompt.rows_BQ, geometry, None, observe, True)

@@ -37,7 +37,7 @@ def test_steps_copy_nothing(monkeypatch, policy, P, options, together):
         for step in range(6):
             fed = torch.tensor([[5 + 7 * step + int(name)] for name in here.names], device=on_triton.DEVICE)
             logits = model(fed, past_key_values=here.cache).logits[:, -1]
-            assert here.cache.choice.ran["decode"][0] == "triton"
+            assert here.cache.backend_choice.ran_last["decode"][0] == "triton"
             for row, name in enumerate(here.names):
                 own = model(fed[row : row + 1], past_key_values=alone[int(name)]).logits[0, -1]
                 assert torch.allclose(logits[row], own, atol=1e-5), (step, name)

@@ -27,18 +27,18 @@ def model():
 
 def test_before_anything_was_read(model):
     cache = kvpatch.EvictingCache(CacheSettings(get_policy("keyformer"), Budget((0.5, 0.5))))
-    assert (cache.settings.seed, cache.counters.steps, cache.turns.count, cache.get_seq_length()) == (0, 0, 0, 0)
+    assert (cache.settings.seed, cache.counters.steps, cache.turns.prompts_read, cache.get_seq_length()) == (0, 0, 0, 0)
     assert inspect.signature(passes.begin).parameters["repeatable"].default is False
-    assert (cache.scratch, cache.stack_due) == (False, False)
-    assert (cache.settings.block, cache.settings.renumbered, cache.turns.open) == (None, False, False)
-    assert (cache.rows.joined, cache.rows.padded) == (False, False)
+    assert (cache.for_one_pass, cache.stack_due) == (False, False)
+    assert (cache.settings.block, cache.settings.renumbered, cache.turns.unfinished) == (None, False, False)
+    assert (cache.rows.concatenated, cache.rows.padded) == (False, False)
 
 
 def test_reset_starts_anew(model):
     cache = read(model, "h2o", 0.5, steps=2)
     cache.reset()
     assert (cache.stacked, cache.stack_due) == (False, False)
-    assert (cache.counters.steps, cache.turns.count, cache.turns.open) == (0, 0, False)
+    assert (cache.counters.steps, cache.turns.prompts_read, cache.turns.unfinished) == (0, 0, False)
     assert (cache.get_seq_length(), cache.seen_B) == (0, None)
 
 
@@ -72,11 +72,11 @@ def test_rows_that_move_leave_columns_and_the_clock(model):
     with kvpatch.patched(model, "h2o", 0.5) as handle:
         cache = handle.new_cache()
         model(prompt(2, N), attention_mask=mask, past_key_values=cache)
-    clock = cache.counters.device
+    clock = cache.counters.tensors_or_none
     cache.reorder_cache(torch.tensor([1, 0]))
     assert cache.seen_B.tolist() == [N - 4, N - 6]
     assert cache.get_seq_length() == N
-    assert cache.counters.device is clock
+    assert cache.counters.tensors_or_none is clock
     assert (cache.stacked, cache.stack_due) == (False, False)
 
 

@@ -138,7 +138,7 @@ def test_refused_where_layers_cannot_wait():
             kvpatch.get_policy(f"{outer}({inner})")
     with kvpatch.patched(model, "global_topk(h2o)", 0.5) as patch:
         cache = patch.new_cache()
-        cache.request.prompt_len = 28
+        cache.plans.prompt_len = 28
         with pytest.raises(kvpatch.KVPatchError, match="2 generated tokens in one pass with the prompt"):
             model(ids, past_key_values=cache)
         assert not cache.unfinished

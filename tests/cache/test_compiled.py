@@ -443,14 +443,14 @@ def test_a_step_never_waits_for_the_gpu(policy):
 WHY_NOT = {
     "other processes": lambda cache: setattr(cache, "settings", replace(cache.settings, parallel=Parallel(2))),
     "strict": lambda cache: setattr(cache, "settings", replace(cache.settings, strict=("0", "1"))),
-    "a prompt is open": lambda cache: setattr(cache.turns, "open", True),
+    "a prompt is open": lambda cache: setattr(cache.turns, "unfinished", True),
     "unfinished": lambda cache: cache.begin_change("forward pass"),
-    "no tensors yet": lambda cache: setattr(cache.counters, "device", None),
+    "no tensors yet": lambda cache: setattr(cache.counters, "tensors_or_none", None),
     "steps are recorded": lambda cache: cache.activate_past_recording(),
     "one layer records": lambda cache: setattr(cache.layers[1], "record_past", True),
     "columns": lambda cache: setattr(cache.layers[1], "mode", Appending()),
     "no slot left": lambda cache: setattr(cache.layers[1], "mode", Growing(cache.layers[1].mode.free_BH, slack=0)),
-    "buffers will move": lambda cache: setattr(cache.layers[1].mode, "growing", True),
+    "buffers will move": lambda cache: setattr(cache.layers[1].mode, "has_short_heads", True),
 }
 
 
@@ -467,9 +467,9 @@ def test_a_step_is_traced_unless_something_is_in_its_way(why):
 def test_a_step_with_renumbered_positions_is_traced_once_its_table_is_there():
     cache = read(make("llama_gqa"), "h2o", 0.5, steps=1, positions="renumbered")
     assert can_trace(cache, ROWS, 1)
-    cache.layers[1].mode.filling = 1
+    cache.layers[1].mode.steps_until_full = 1
     assert not can_trace(cache, ROWS, 1)
-    cache.layers[1].mode.filling, cache.rotary = 0, None
+    cache.layers[1].mode.steps_until_full, cache.rotary = 0, None
     assert not can_trace(cache, ROWS, 1)
 
 

@@ -21,9 +21,9 @@ def test_one_layer_for_all_where_rows_are_alike():
         loop = Loop(model, patch)
         loop.add((30, 0), (17, 3), (19, 7))
         loop.step(3)
-        assert loop.cache.stacked and loop.cache.counters.shortfall_B.tolist() == [7, 4, 0]
+        assert loop.cache.stacked and loop.cache.counters.steps_behind_B.tolist() == [7, 4, 0]
         loop.step(Q=4)  # a later turn counts from its own end
-        assert loop.cache.counters.shortfall_B is None
+        assert loop.cache.counters.steps_behind_B is None
         loop.step(2)
 
 
@@ -149,12 +149,12 @@ def test_rows_are_saved_without_those_that_have_gone(tmp_path):
             loop.drop(0)
             patch.save_cache(loop.cache, tmp_path / policy)
             loop.cache = patch.load_cache(tmp_path / policy)
-            assert loop.cache.rows.joined and loop.cache.get_seq_length() == 24
+            assert loop.cache.rows.concatenated and loop.cache.get_seq_length() == 24
             loop.step(2)
             report = Report.of(loop.cache)
             assert report.lengths == (13, 26) and "26 columns; the rows' own: 13 to 26" in str(report)
             loop.cache.reset()
-            assert not loop.cache.rows.joined and loop.cache.counters.shortfall_B is None
+            assert not loop.cache.rows.concatenated and loop.cache.counters.steps_behind_B is None
             _, again = force(model, prompt(1, 30), prompt(1, 2), cache=loop.cache)
             same_kept(again, 0, force(model, prompt(1, 30), prompt(1, 2))[1])
 
@@ -223,7 +223,7 @@ def test_rows_that_are_joined_one_token_before_they_evict_several():
     with torch.no_grad(), kvpatch.patched(model, "h2o", 0.3, schedule="decode", every=2) as patch:
         loop = Loop(model, patch)
         loop.add((2, 2), (2, 2))
-        assert not loop.cache.layers[0].mode.filling and loop.cache.layers[0].counts() == [4] * 4
+        assert not loop.cache.layers[0].mode.steps_until_full and loop.cache.layers[0].counts() == [4] * 4
         for _ in range(5):
             loop.step()
             loop.cache.check_invariants()
@@ -254,7 +254,7 @@ def test_steps_can_be_compiled():
             want = model(ids, past_key_values=twin).logits
             got = compiled(ids, past_key_values=loop.cache).logits
             torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
-        assert loop.cache.counters.stale, "no step was traced"
+        assert loop.cache.counters.has_uncounted_steps, "no step was traced"
         assert loop.cache.next_positions().tolist() == twin.next_positions().tolist()
         for row in range(2):
             assert sorted_positions(loop.cache.positions(0)[row][None].tolist()) == sorted_positions(

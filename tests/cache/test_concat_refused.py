@@ -15,7 +15,7 @@ def unread(model, patch):
 
 def in_a_prompt(model, patch):
     cache = patch.new_cache()
-    cache.request.prompt_len = 30
+    cache.plans.prompt_len = 30
     model(prompt(1, 20), past_key_values=cache)
     return cache
 

@@ -21,15 +21,15 @@ def model():
 def test_a_temperature_that_is_traced_goes_by_the_clock(model):
     """A traced step has no Python number in it; Python's own counters are then behind."""
     cache = read(model, "keyformer", 0.5, steps=2, tau=(1.0, 3.0), generation_length=8)
-    assert (cache.counters.device.steps.item(), cache.counters.device.span.item()) == (2, 8)
+    assert (cache.counters.tensors_or_none.steps.item(), cache.counters.tensors_or_none.temperature_steps.item()) == (2, 8)
     cache.now = SimpleNamespace(traced=True, first_step=99)
     assert cache.temperature(0).item() == 1.5
     assert cache.temperature(2).item() == 2.0
-    cache.counters.shortfall_B = torch.tensor([0.0, 2.0])
+    cache.counters.steps_behind_B = torch.tensor([0.0, 2.0])
     assert cache.temperature(2).tolist() == [2.0, 1.5]
     cache.now.traced, cache.now.first_step = False, 4
     assert cache.temperature(2).tolist() == [2.5, 2.0]
-    cache.counters.shortfall_B = None
+    cache.counters.steps_behind_B = None
     assert cache.temperature(2) == 2.5
 
 
@@ -39,12 +39,12 @@ def test_the_clock_of_a_cache(model, policy, room, limit, monkeypatch):
     marked, mark = [], compiled.mark_static
     monkeypatch.setattr(compiled, "mark_static", lambda cache: (marked.append(cache), mark(cache)))
     cache = read(model, policy, 0.5, room=room)
-    clock = cache.counters.device
-    assert [one.item() for one in (clock.columns, clock.limit, clock.steps, clock.span)] == [N, limit, 0, 1]
+    clock = cache.counters.tensors_or_none
+    assert [one.item() for one in (clock.columns, clock.limit, clock.steps, clock.temperature_steps)] == [N, limit, 0, 1]
     assert len(marked) == (room is not None)
     cache = read(model, policy, 0.5, steps=3, room=room)
     assert len(marked) == 2 * (room is not None)
-    device = cache.counters.device
+    device = cache.counters.tensors_or_none
     assert [one.item() for one in (device.columns, device.limit, device.steps)] == [N + 3, limit, 3]
 
 
@@ -55,24 +55,24 @@ def test_a_ragged_layer_says_how_far_it_may_grow(model):
             model(prompt(2, N), past_key_values=cache)
             slack = min(layer.mode.slack for layer in cache.layers)
             assert slack > 0
-            assert cache.counters.device.limit.item() == turn * N + slack
+            assert cache.counters.tensors_or_none.limit.item() == turn * N + slack
 
 
 def test_counters_catch_up_with_compiled_steps(model):
     cache = read(model, "h2o", 0.5, room=4)
     compiled.begin_step(cache, None, None)  # and its layers run unseen
     compiled.end_step(cache)
-    assert cache.counters.stale
-    assert cache.layers[0].seen == N
+    assert cache.counters.has_uncounted_steps
+    assert cache.layers[0].columns_read == N
     assert cache.get_seq_length() == N + 1
-    assert (cache.counters.stale, cache.counters.steps, cache.unfinished) == (False, 1, False)
+    assert (cache.counters.has_uncounted_steps, cache.counters.steps, cache.unfinished) == (False, 1, False)
 
 
 def test_under_torch_compile_a_length_is_a_tensor(model, monkeypatch):
     cache = read(model, "h2o", 0.5, steps=1)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert cache.get_seq_length() is cache.counters.device.columns
-    cache.counters.device = None
+    assert cache.get_seq_length() is cache.counters.tensors_or_none.columns
+    cache.counters.tensors_or_none = None
     assert cache.get_seq_length() == N + 1
 
 
@@ -85,5 +85,5 @@ def test_who_is_compiled_by_generate(model):
 
 def test_the_end_of_a_prompt_foresees_who_takes_the_steps(model):
     """For the report of steps that are compiled, which say nothing themselves."""
-    assert read(model, "h2o", 0.5).choice.coming.keys() == {"decode"}
-    assert read(model, "adakv", 0.4, window=5).choice.coming.keys() == {"ragged"}
+    assert read(model, "h2o", 0.5).backend_choice.may_run.keys() == {"decode"}
+    assert read(model, "adakv", 0.4, window=5).backend_choice.may_run.keys() == {"ragged"}

@@ -228,12 +228,12 @@ def test_a_cache_is_saved_joined_copied_and_reordered_after_an_edit(tmp_path):
             cache.forget(spans)
             patch.save_cache(cache, tmp_path / "cache.safetensors")
             others = {"saved": patch.load_cache(tmp_path / "cache.safetensors"), "copied": cache.clone()}
-            assert others["saved"].rows.edited == 43
+            assert others["saved"].rows.columns_at_edit == 43
             others["joined"] = kvpatch.EvictingCache.concatenate([cache.select_rows(0), cache.select_rows(1)])
             for layer in range(2):
                 for what, other in others.items():
                     assert same(entries(other, layer), entries(cache, layer)), what
-            assert others["joined"].rows.edited == 43, "a head may be empty"
+            assert others["joined"].rows.columns_at_edit == 43, "a head may be empty"
             others["joined"].reorder_cache(torch.tensor([1, 0]))
             for other in others.values():
                 other.check_invariants()

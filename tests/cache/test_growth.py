@@ -107,7 +107,7 @@ def test_a_kernel_grows_ragged_heads_to_their_budget_and_goes_on():
         bytes_fit(cache)
         layer = cache.layers[0]
         full = bool((layer.mode.free_BH == layer.kv.head_offsets.capacity_N.view(2, 2)).any())
-        mixed.append(full and layer.mode.growing and not layer.mode.unfilled)
+        mixed.append(full and layer.mode.has_short_heads and not layer.mode.all_heads_short)
 
     with kvpatch.patched(model, "h2o", 28, backend="triton"):
         logits, cache = go(model, ids, fed, left_pad(ids, lengths), check=look)
@@ -233,10 +233,10 @@ def test_tokens_that_generate_knows_of_are_no_reason_for_more():
     for policy, k in (("full", 1.0), ("snapkv", 0.5), ("h2o", WIDE)):
         with kvpatch.patched(model, policy, k) as patch:
             cache = patch.new_cache()
-            cache.request.new_tokens, cache.request.prompt_len = 500, 20
+            cache.plans.new_tokens, cache.plans.prompt_len = 500, 20
             go(model, ids, prompt(2, 20, seed=2), cache=cache)
             few = patch.new_cache()
-            few.request.new_tokens, few.request.prompt_len = 3, 20
+            few.plans.new_tokens, few.plans.prompt_len = 3, 20
             force(model, ids, prompt(2, 3, seed=2), cache=few)
             held = few.held(0).max()
             assert few.layers[0].keys.shape[2] == held
@@ -324,10 +324,10 @@ def test_what_is_too_large_is_found():
         "a free slot is taken": lambda layer: setattr(layer.mode, "free_BH", layer.mode.free_BH * 0),
         "has gaps": lambda layer: setattr(layer.mode, "free_BH", layer.mode.free_BH + 1),
         "a head may reach its budget": lambda layer: layer.keep_BH1[0].fill_(27),
-        "growing is not what": lambda layer: setattr(layer.mode, "growing", False),
+        "growing is not what": lambda layer: setattr(layer.mode, "has_short_heads", False),
         "fewer slots are free": lambda layer: setattr(layer.mode, "slack", layer.mode.slack + 1),
         "a head holds a token twice": lambda layer: layer.positions[1, 0, :2].fill_(0),
-        "filling is not the steps to go": lambda layer: setattr(layer.mode, "filling", 0),
+        "filling is not the steps to go": lambda layer: setattr(layer.mode, "steps_until_full", 0),
     }
     with kvpatch.patched(model, "h2o", WIDE, strict=True):
         for words, spoil in spoils.items():
@@ -350,7 +350,7 @@ def test_every_layout_is_seen():
     for lengths, k in itertools.product(((25, 25), (25, 22), (25, 6)), (WIDE, 0.5)):
         with kvpatch.patched(model, "h2o", k):
             layer = force(model, ids, ids[:, :1], left_pad(ids, lengths))[1].layers[0]
-        seen.add((not layer.mode.slotted, layer.kv.appends, layer.mode.growing))
+        seen.add((not layer.mode.fills_free_slots, layer.kv.appends, layer.mode.has_short_heads))
     assert seen == {(True, True, False), (False, True, True), (False, True, False), (False, False, True), (False, False, False)}
 
 
@@ -370,7 +370,7 @@ def test_what_was_appended_is_the_newest():
     layer = cache.layers[0]
     cache.check_invariants()
     old = set(range(20)) - set(layer.positions[0, 0].tolist())
-    layer.positions[0, 0, layer.used - 1] = max(old)
+    layer.positions[0, 0, layer.columns_used - 1] = max(old)
     with pytest.raises(InvalidError, match="what was appended is not the newest"):
         cache.check_invariants()
 

@@ -87,9 +87,9 @@ def test_sums_that_layers_share_and_the_newest_turn_move_up():
         for n in (20, 9):
             model(prompt(2, n, seed=n), past_key_values=cache)
         model(prompt(2, 1), past_key_values=cache)
-        before = cache.shared.clone()
+        before = cache.shared_score.clone()
         patch.replace(cache, (8, 8), prompt(2, 5, seed=3))
-        assert cache.shared[..., 14:35].equal(before[..., 9:30])
+        assert cache.shared_score[..., 14:35].equal(before[..., 9:30])
         assert cache.ids.prompt == 25
         model(prompt(2, 1), past_key_values=cache)
         cache.check_invariants()

@@ -147,7 +147,7 @@ def test_layers_that_grow_in_one_step_are_held_twice_one_by_one(only_new):
         _, cache = force(model, prompt(2, 30), prompt(2, 5, seed=2))
         for layer in cache.layers:
             before = weakref.ref(layer.kv)
-            layer.reserve(2 * layer.used)
+            layer.reserve(2 * layer.columns_used)
             assert before() is None
 
 

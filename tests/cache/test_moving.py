@@ -67,7 +67,7 @@ def test_no_room_is_taken_for_asked_for_after_a_file(tmp_path):
                 model(prompt(2, 1, seed=t), past_key_values=cache)
             patch.save_cache(cache, tmp_path / "cache")
             again = patch.load_cache(tmp_path / "cache")
-            assert again.request.room is None and kept(again) == kept(cache)
+            assert again.plans.static_room is None and kept(again) == kept(cache)
             again.forget([(3, 9)])
             sound(again)
 

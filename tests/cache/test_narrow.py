@@ -259,7 +259,7 @@ def test_norms_of_generated_tokens_are_of_the_keys_that_attention_reads(bits):
         _, cache = force(model, ids, prompt(1, 6, seed=2), cache=patch.new_cache())
     compared = 0
     for layer in cache.layers:
-        new = (layer.positions[:, :, : layer.used] >= 30).nonzero().unbind(1)
+        new = (layer.positions[:, :, : layer.columns_used] >= 30).nonzero().unbind(1)
         read = layer.keys.double().norm(dim=-1)[new]
         torch.testing.assert_close(layer.state["key_norm"][new].double(), read, atol=1e-5, rtol=1e-5)
         compared += len(read)

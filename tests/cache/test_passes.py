@@ -22,17 +22,17 @@ def test_prompts_are_counted(model):
         cache = handle.new_cache()
         for t in range(12):
             model(prompt(2, N)[:, t : t + 1], past_key_values=cache)
-            assert cache.turns.count == 1
+            assert cache.turns.prompts_read == 1
         assert cache.held(0).unique().tolist() == [4]
         model(prompt(2, 5, seed=2), past_key_values=cache)
-        assert (cache.turns.count, cache.turns.open) == (2, False)
+        assert (cache.turns.prompts_read, cache.turns.unfinished) == (2, False)
         model(prompt(2, 2, seed=2), past_key_values=cache)
-        assert cache.turns.count == 3
+        assert cache.turns.prompts_read == 3
         whole, pieces = handle.new_cache(), handle.new_cache()
         mask = torch.ones(2, N, dtype=torch.long)
         mask[1, :4] = 0
         model(prompt(2, N), attention_mask=mask, past_key_values=whole)
-        pieces.request.prompt_len = N
+        pieces.plans.prompt_len = N
         for t in range(N):
             model(prompt(2, N)[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=pieces)
         for layer in range(2):
@@ -53,7 +53,7 @@ def test_padding_among_generated_tokens_beside_a_prompt_s_end_is_refused():
     model, mask = make("llama_gqa"), torch.tensor([[1, 1, 1, 1, 1, 1, 0]])
     with torch.no_grad(), kvpatch.patched(model, "h2o", 0.5) as patch:
         cache = patch.new_cache()
-        cache.request.prompt_len = 5
+        cache.plans.prompt_len = 5
         with pytest.raises(kvpatch.KVPatchError, match="marks a generated token as padding"):
             model(prompt(1, 7), attention_mask=mask, past_key_values=cache)
         assert not cache.unfinished and cache.get_seq_length() == 0
@@ -73,7 +73,7 @@ def test_a_protecting_mask_is_of_the_prompt_alone(model):
     """A pass may bring its last tokens and some generated ones."""
     with kvpatch.patched(model, "window", 8, protect=torch.arange(N) == 2) as handle:
         cache = handle.new_cache()
-        cache.request.prompt_len = N
+        cache.plans.prompt_len = N
         for piece in prompt(2, N + 4).split([17, 7], 1):
             model(piece, past_key_values=cache)
     assert set(cache.positions(0)[0, 0].tolist()) - {-1} == {2, *range(17, 24)}
@@ -88,7 +88,7 @@ def test_a_protecting_mask_is_not_of_what_other_rows_read_later(model):
             model(prompt(len(rows.positions(0)), 5), past_key_values=rows)
             assert [set(row[0].tolist()) - {-1} for row in rows.positions(0)] == [{2, *range(18, 25)}] * len(rows.positions(0))
         cache = handle.new_cache()
-        cache.request.prompt_len = N
+        cache.plans.prompt_len = N
         model(prompt(2, 9), past_key_values=cache)
         cache.batch_select_indices(torch.tensor([0]))
         with pytest.raises(kvpatch.KVPatchError, match="mask of shape"):
@@ -130,12 +130,12 @@ def test_a_prompt_that_was_left_open_ends_with_a_single_token(model, turns):
         cache, want = patch.new_cache(), patch.new_cache()
         for one in [cache, want] * turns:
             model(prompt(1, N), past_key_values=one)
-        cache.request.prompt_len = cache.seen + 20
+        cache.plans.prompt_len = cache.columns_read + 20
         model(whole, past_key_values=cache)
-        assert cache.turns.open
-        cache.request.prompt_len = None
+        assert cache.turns.unfinished
+        cache.plans.prompt_len = None
         model(last, past_key_values=cache)
         model(torch.cat([whole, last], 1), past_key_values=want)
-        assert not cache.turns.open and cache.turns.count == turns + 1
+        assert not cache.turns.unfinished and cache.turns.prompts_read == turns + 1
         cache.check_invariants()
         assert kept(cache) == kept(want)

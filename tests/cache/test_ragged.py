@@ -78,7 +78,7 @@ def force_over(model, ids, fed, cache):
         allowed = (keys.positions_BHT[..., None] == held[step.layer][:, :, None]).any(-1) | (keys.positions_BHT == newest)
         step.layer += 1
         masked = keys.positions_BHT.masked_fill(~allowed, -1)
-        keys = backend.Keys(keys.k_BHTD, keys.v_BHTD, masked, True, keys.past, False)
+        keys = backend.Keys(keys.k_BHTD, keys.v_BHTD, masked, True, keys.columns_before, False)
         return whole(q, keys, newest, geometry, probabilities, buffer)
 
     with pytest.MonkeyPatch.context() as patch, kvpatch.patched(model, "window", 1.0), torch.no_grad():

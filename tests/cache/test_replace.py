@@ -262,7 +262,7 @@ def test_the_last_queries_stay_those_of_the_newest_tokens():
     with torch.no_grad(), kvpatch.patched(model, "r_kv", 20, window=4, every=4) as patch:
         cache = read(model, patch)
         patch.replace(cache, (10, 25), prompt(2, 9, seed=3))
-        assert cache.layers[0].notes["recent"].positions_BW.sort(-1).values.tolist() == [[39, 40, 41, 42]] * 2
+        assert cache.layers[0].need_notes["recent"].positions_BW.sort(-1).values.tolist() == [[39, 40, 41, 42]] * 2
 
 
 def test_sums_that_layers_share_begin_anew():
@@ -270,11 +270,11 @@ def test_sums_that_layers_share_begin_anew():
     with torch.no_grad(), kvpatch.patched(model, "keyformer", 20, shared=True) as patch:
         cache = read(model, patch)
         other = cache.clone()
-        other.shared[:, :, 11:26] = 0
+        other.shared_score[:, :, 11:26] = 0
         for one in (cache, other):
             patch.replace(one, (10, 25), prompt(2, 15, seed=3))
-        assert cache.shared[:, :, 11:26].gt(0).any()
-        assert torch.equal(cache.shared, other.shared)
+        assert cache.shared_score[:, :, 11:26].gt(0).any()
+        assert torch.equal(cache.shared_score, other.shared_score)
 
 
 def test_a_prefix_that_others_use_keeps_its_tokens():
@@ -315,7 +315,7 @@ def test_an_interrupted_edit_leaves_a_cache_that_says_so():
         with pytest.raises(KeyboardInterrupt):
             patch.replace(cache, (3, 20), prompt(1, 9, seed=3))
         handle.remove()
-        cache.check_finished()
+        cache.refuse_unfinished()
         cache.check_invariants()
         handle = model.model.layers[0].mlp.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):

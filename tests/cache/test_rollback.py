@@ -118,16 +118,16 @@ def test_steps_that_are_rolled_back_were_not_taken(model):
 def test_a_shared_score_is_rolled_back(model):
     options = {"shared": True, "noise": "none"}
     cache, want = (read(model, "keyformer", 0.5, steps, record=True, **options) for steps in (3, 1))
-    assert not torch.equal(cache.shared[..., : N + 1], want.shared[..., : N + 1])
+    assert not torch.equal(cache.shared_score[..., : N + 1], want.shared_score[..., : N + 1])
     cache.crop(-2)
-    torch.testing.assert_close(cache.shared[..., : N + 1], want.shared[..., : N + 1])
+    torch.testing.assert_close(cache.shared_score[..., : N + 1], want.shared_score[..., : N + 1])
 
 
 def test_nothing_is_rolled_back(model):
     cache = read(model, "h2o", 0.5, steps=2)
-    counters, stack = cache.counters.device, cache.steps.stack
+    counters, stack = cache.counters.tensors_or_none, cache.steps.stack
     cache.crop(0)
-    assert cache.counters.device is counters
+    assert cache.counters.tensors_or_none is counters
     assert cache.steps.stack is stack is not None
 
 
@@ -136,7 +136,7 @@ def test_one_token_behind_a_prompt_is_not_recorded(model):
     with kvpatch.patched(model, "h2o", 0.5) as handle:
         for extra, held in ((1, 0), (2, 2)):
             cache = handle.new_cache()
-            cache.request.prompt_len = N
+            cache.plans.prompt_len = N
             model(prompt(2, N + extra), past_key_values=cache)
             assert [len(layer.undo_log) for layer in cache.layers] == [held] * len(cache.layers)
     with pytest.raises(KVPatchError, match="was not recorded"):

@@ -93,7 +93,7 @@ def test_the_row_with_the_most_steps_to_its_budget_leaves(every, tmp_path):
         _, cache = force(model, ids, fed[:, :2], mask)
         apart = cache.select_rows(1)
         apart.check_invariants()
-        assert 0 < apart.layers[0].mode.filling < cache.layers[0].mode.filling
+        assert 0 < apart.layers[0].mode.steps_until_full < cache.layers[0].mode.steps_until_full
         cache.batch_select_indices(torch.tensor([1]))
         cache.check_invariants()
         patch.save_cache(cache, tmp_path / "cache")

@@ -58,7 +58,7 @@ def generate(model, ids, **options):
 def test_readers_and_their_sources(model):
     target = Target.find(model)
     sources = SOURCES[model.config.model_type]
-    assert dict(target.stack.readers) == sources
+    assert dict(target.layer_numbers.readers) == sources
     assert [target.attentions[index][0].layer_idx for index, _ in target.readers] == list(sources.values())
     assert [module.layer_idx for _, (module, _) in target.readers] == list(sources)
 

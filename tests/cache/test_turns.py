@@ -200,7 +200,7 @@ def test_rows_move_in_the_middle_of_a_prompt():
     with kvpatch.patched(model, "snapkv", 0.5, window=4, turns="each") as patch, torch.no_grad():
         alone, both = patch.new_cache(), patch.new_cache()
         for cache, rows in ((alone, ids[1:]), (both, ids)):
-            cache.request.prompt_len = 30
+            cache.plans.prompt_len = 30
             model(rows[:, :20], past_key_values=cache)
         both.batch_select_indices(torch.tensor([1]))
         want, got = (model(ids[1:, 20:], past_key_values=cache).logits for cache in (alone, both))

@@ -51,7 +51,7 @@ def count_kept(served, system, start=0):
     """The fewest of so many tokens that a head of the newest conversation holds."""
     until_idle(served[2])
     cache = served[2]._generation_state._cb_manager.conversations._kept[-1].cache
-    assert cache.seen > 24
+    assert cache.columns_read > 24
     held = [cache.positions(layer) for layer in range(len(cache.layers))]
     return min(int(((one >= start) & (one < start + system)).sum(-1).min()) for one in held)
 

@@ -183,13 +183,13 @@ def certain(*args, **kwargs):
 def entries(cache, layer):
     """Of each row and head: key, value and score state by position, but for what edits count (`unseen`)."""
     one = cache.layers[layer]
-    keys, values = one.kv.numbers(one.used)
+    keys, values = one.kv.numbers(one.columns_used)
     if one.kv.head_offsets is not None:
         keys, values = (one.kv.offsets.unpack_entries(t, *one.positions.shape[:2], one.kv.width) for t in (keys, values))
     found = {}
     for (b, h, slot), position in zip(
-        torch.cartesian_prod(*(torch.arange(n) for n in one.positions[:, :, : one.used].shape)).tolist(),
-        one.positions[:, :, : one.used].flatten().tolist(),
+        torch.cartesian_prod(*(torch.arange(n) for n in one.positions[:, :, : one.columns_used].shape)).tolist(),
+        one.positions[:, :, : one.columns_used].flatten().tolist(),
         strict=True,
     ):
         if position >= 0:

@@ -21,9 +21,10 @@ from tests.helpers.tiny import make, prompt, snapshot
 N = 24  # tokens of a prompt
 HERE = str(Path(kvpatch.__file__).parent)
 AT_HAND = {
-    "now", "choice", "rotary", "make_table", "limits_of", "steps", "stack_due", "ahead", "free_at", "heads_at",
-    "geometry", "output_rows", "operations", "changes", "_places", "_blocks", "_sequences", "settings", "request", "span",
-    "traced", "recording", "record", "meter", "parts", "was_read", "ids", "start",
+    "now", "backend_choice", "rotary", "make_rotary_table", "shared_limits", "steps", "stack_due", "precomputed_state",
+    "known_free_slots", "known_head_starts",
+    "geometry", "output_rows", "in_progress", "n_changes", "_places", "_blocks", "_sequences", "settings", "plans",
+    "temperature_steps", "traced", "records_undo", "pass_record", "meter", "layer_parts", "was_read", "ids", "start",
 }  # fmt: skip
 
 
@@ -213,7 +214,7 @@ def whole_or_refused(s, cache, before, after, where):
     if not broken:
         now = contents(cache)
         # which model is about to read an empty cache is noted before it does, and anew at the next try
-        passing = ".read_by" if cache.seen_B is None else "\0"
+        passing = ".model_stamp" if cache.seen_B is None else "\0"
         twins = [twin for state, twin in (before, after) if all(one.startswith(passing) for one in differences(now, state))]
         assert twins, f"{where}: {differences(now, before[0])} are not as before, {differences(now, after[0])} not as after"
         if cache.seen_B is not None and len(cache.seen_B) == 2:

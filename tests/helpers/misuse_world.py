@@ -116,7 +116,7 @@ def elsewhere(w: World, name: str = "llama_gqa", policy: str = "h2o", **options:
 def half(w: World) -> Any:
     """A cache in the middle of a prompt."""
     cache = w.patch.new_cache()
-    cache.request.prompt_len = 30
+    cache.plans.prompt_len = 30
     w.read(past_key_values=cache)
     return cache
 

@@ -88,8 +88,8 @@ def test_room_that_was_asked_for_is_rounded_with_the_rest(policy, k, room):
         before = cache.layers[0].positions.shape[2]
         round_capacities(cache)
         mode = cache.layers[0].mode
-        assert mode.room == room + round_capacity(before) - before > room
-        assert int(cache.counters.tensors.limit) == 400 + mode.room
+        assert mode.writes_left == room + round_capacity(before) - before > room
+        assert int(cache.counters.tensors.limit) == 400 + mode.writes_left
         cache.check_invariants()
 
 
@@ -103,7 +103,7 @@ def test_a_budget_in_tokens_needs_no_slot_more():
             before = cache.nbytes
             for _ in range(3):
                 graph(prompt(2, 1), cache)
-            assert cache.nbytes == before and not any(layer.holes for layer in cache.layers)
+            assert cache.nbytes == before and not any(layer.may_have_empty for layer in cache.layers)
     assert graph.captures == 1
 
 

@@ -296,9 +296,9 @@ def test_what_replaces_a_message_is_what_another_chat_reads_in_its_place(model, 
             if first != "short":
                 chat.replace(1, "short")
             layer, last = chat.cache.layers[1], chat.spans[1][0] + len("<user\nshort<\n")
-            order = layer.positions[0, 0, : layer.used].argsort()[:last]
+            order = layer.positions[0, 0, : layer.columns_used].argsort()[:last]
             assert layer.positions[0, 0, order].tolist() == list(range(last))
-            entries.append(layer.kv.numbers(layer.used)[0][0, 0, order])
+            entries.append(layer.kv.numbers(layer.columns_used)[0][0, 0, order])
     torch.testing.assert_close(*entries, atol=1e-5, rtol=0)
 
 

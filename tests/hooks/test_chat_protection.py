@@ -117,7 +117,7 @@ def test_an_answer_is_no_span(model, tokenizer):
     numbers = dict(zip(slots.positions[0, 0].tolist(), (slots.state["span"][0, 0] >> 32).tolist(), strict=True))
     for index, (message, (start, stop)) in enumerate(zip(chat.messages, chat.spans, strict=True)):
         number = 0 if message["role"] == "assistant" else index + 1
-        assert {numbers[at] for at in range(start, min(stop, slots.seen))} == {number}
+        assert {numbers[at] for at in range(start, min(stop, slots.columns_read))} == {number}
 
 
 def test_each_turn_shares_out_its_own_budget(model, tokenizer):

@@ -60,7 +60,7 @@ def test_a_cache_knows_how_many_tokens_generate_writes(given, own):
     model.generation_config.max_new_tokens = own
 
     def note(input_ids, scores, **kwargs):
-        told.append(cache.request.new_tokens)
+        told.append(cache.plans.new_tokens)
         return torch.zeros(1, dtype=torch.bool)
 
     with kvpatch.patched(model, "keyformer", 8) as patch:

@@ -230,7 +230,7 @@ def test_a_piece_of_a_prompt_is_no_step(ran):
             asked = {"past_key_values": cache, "prefill_chunk_size": 7, **GREEDY}
             text = model.generate(ids, **asked)
             found += [text, model.generate(text, **asked)]
-            assert cache.turns.count == 2
+            assert cache.turns.prompts_read == 2
             held.append([cache.positions(layer).sort(-1).values for layer in (0, 1)])
     assert all(map(torch.equal, found[:2], found[2:])) and same_tokens(*held) and ran.replays > 0
 

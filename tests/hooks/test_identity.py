@@ -242,7 +242,7 @@ def test_joined_rows_have_the_adapters_that_read_them(mixed):
                 model.set_adapter(name)
                 caches.append(filled(patch, model, text))
         joined = EvictingCache.concatenate(caches)
-        assert joined.read_by.adapters == tuple(names)
+        assert joined.model_stamp.adapters == tuple(names)
         for row, name in enumerate(names):
             model.set_adapter(name)
             whole = torch.cat([texts[row], prompt(1, 5, seed=9)], 1)

@@ -126,11 +126,11 @@ def test_an_assistant_reads_again_what_it_cannot_take_back():
     draft, ids = make("llama", layers=1), prompt(1, 20)
     with kvpatch.patched(draft, "h2o", 0.5) as patch:
         cache = patch.new_cache()
-        cache.request.drafts = True
+        cache.plans.may_roll_back = True
         draft(ids, past_key_values=cache)
         cache.crop(-3)
         assert cache.get_seq_length() == 0
-        cache.request.drafts = False
+        cache.plans.may_roll_back = False
         draft(ids, past_key_values=cache)
         with pytest.raises(kvpatch.KVPatchError, match="Cannot roll back 3 tokens"):
             cache.crop(-3)

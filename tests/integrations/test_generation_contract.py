@@ -95,7 +95,7 @@ def test_however_it_is_called_it_evicts(name, caller):
             del got, want
             CALLERS[caller](model)(ids, **OPTIONS)
             assert torch.equal(patch.report().held()[1], held), "the report knows of it"
-            assert cache.request.prompt_len is cache.request.new_tokens is None
+            assert cache.plans.prompt_len is cache.plans.new_tokens is None
 
 
 @pytest.mark.parametrize("kind", ["beams", "assisted", "chunks", "sampled"])

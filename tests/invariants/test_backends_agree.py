@@ -182,7 +182,7 @@ def test_tokens_of_one_pass_have_temperatures_of_their_own_on_the_kernels():
             kvpatch.patched(model, "keyformer", 0.5, backend=name, tau=(1.0, 9.0), generation_length=8) as patch,
         ):
             cache = patch.new_cache()
-            cache.request.prompt_len = 16
+            cache.plans.prompt_len = 16
             logits = [model(one, past_key_values=cache).logits[:, -1] for one in (ids, fed)]
             order = cache.positions(0).argsort(-1)
             return torch.stack(logits), cache.layers[0].state["gumbel"].gather(-1, order), patch.report().backends
@@ -213,7 +213,7 @@ def test_the_triton_backend_takes_joined_rows(policy):
     with torch.no_grad(), kvpatch.patched(model, policy, 0.4, **SMALL.get(policy, {})) as patch:
         loop = Loop(model, patch)
         loop.add((20, 0), (9, 3))
-        loop.cache.choice = Choice("triton")
+        loop.cache.backend_choice = Choice("triton")
         fed = prompt(2, 2)
         for t in range(2):
             got = model(fed[:, t : t + 1], past_key_values=loop.cache).logits
@@ -221,5 +221,5 @@ def test_the_triton_backend_takes_joined_rows(policy):
             torch.testing.assert_close(got, torch.cat(want), atol=2e-5, rtol=0)
             for row, one in enumerate(loop.alone):
                 same_kept(loop.cache, row, one)
-        ran = {task: by for task, (by, _) in loop.cache.choice.ran.items()}
+        ran = {task: by for task, (by, _) in loop.cache.backend_choice.ran_last.items()}
         assert set(ran.values()) == {"torch" if policy == "keyformer" else "triton"}

@@ -137,7 +137,7 @@ def test_a_head_never_holds_more_than_budget_and_block(wrap, pads, monkeypatch):
 
     def append(layer, *args, whole=SlotLayer.append):
         whole(layer, *args)
-        held.append((layer.positions[:, :, : layer.used] >= 0).sum(-1))
+        held.append((layer.positions[:, :, : layer.columns_used] >= 0).sum(-1))
 
     monkeypatch.setattr(SlotLayer, "append", append)
     with torch.no_grad(), kvpatch.patched(model, combined("h2o", wrap), 10, block=6) as patch:

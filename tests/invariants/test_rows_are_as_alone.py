@@ -95,7 +95,7 @@ def test_beams_carry_their_own_history(policy):
         for row in range(8):
             text, source = out.sequences[row : row + 1, n:], slice(row // 4, row // 4 + 1)
             cache = patch.new_cache()
-            cache.request.new_tokens = 12
+            cache.plans.new_tokens = 12
             logits, _ = force(model, ids[source], text[:, :-1], mask[source], cache)
             score = logits.log_softmax(-1).gather(2, text[..., None]).sum()
             torch.testing.assert_close(score, sums[row], atol=2e-4, rtol=0)

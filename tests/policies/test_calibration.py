@@ -400,6 +400,8 @@ def test_heads_that_keep_everything_are_saved_while_they_wait_to_evict(model, ca
         model(prompt(1, n), past_key_values=cache)
         patch.save_cache(cache, tmp_path / "cache.safetensors")
         loaded = patch.load_cache(tmp_path / "cache.safetensors")
-        assert [layer.mode.filling for layer in loaded.layers] == [layer.mode.filling for layer in cache.layers]
+        assert [layer.mode.steps_until_full for layer in loaded.layers] == [
+            layer.mode.steps_until_full for layer in cache.layers
+        ]
         got, want = (model(prompt(1, 1, seed=2), past_key_values=one).logits for one in (loaded, cache))
     torch.testing.assert_close(got, want, atol=0, rtol=0)

@@ -88,7 +88,7 @@ def test_a_later_prompt_goes_on_with_the_last_queries(model):
             force(model, prompt(1, 15), prompt(1, 6, seed=3), cache=cache)
             model(prompt(1, 2, seed=5), past_key_values=cache)
             sound(cache)
-            assert sorted(cache.layers[0].notes["recent"].positions_BW[0].tolist()) == [20, 21, 22]
+            assert sorted(cache.layers[0].need_notes["recent"].positions_BW[0].tolist()) == [20, 21, 22]
             go_on(model, prompt(1, 9, seed=6), cache)
             assert cache.held(0).max() <= 11
 

@@ -128,7 +128,7 @@ def test_a_head_without_finite_values_keeps_its_own_and_is_counted(tmp_path):
     for name, policy in (("base", "snapkv"), ("refit", refit), ("unsound", replace(refit, merging=Unsound()))):
         with torch.no_grad(), kvpatch.patched(model, policy, 12) as patch:
             cache = model(ids).past_key_values
-            held[name] = [layer.kv.numbers(layer.used)[1] for layer in cache.layers]
+            held[name] = [layer.kv.numbers(layer.columns_used)[1] for layer in cache.layers]
             patch.save_cache(cache, tmp_path / name)
             report, loaded = patch.report(), kvpatch.Report.of(patch.load_cache(tmp_path / name))
     for base, fit, unsound in zip(*held.values(), strict=True):
@@ -157,14 +157,14 @@ def test_nothing_of_a_refit_stays_but_the_values(policy):
     model, ids = make("llama_gqa"), prompt(1, 40)
     with torch.no_grad(), kvpatch.patched(model, policy, 12, queries=8):
         cache = model(ids).past_key_values
-        assert all(layer.notes == {} for layer in cache.layers)
+        assert all(layer.need_notes == {} for layer in cache.layers)
     base = policy[6:-1]
     with torch.no_grad(), kvpatch.patched(model, base, 12):
         plain = model(ids).past_key_values
     assert cache.nbytes == plain.nbytes
     for mine, other in zip(cache.layers, plain.layers, strict=True):
         assert torch.equal(mine.positions, other.positions)
-        (k, v), (k0, v0) = (layer.kv.numbers(layer.used) for layer in (mine, other))
+        (k, v), (k0, v0) = (layer.kv.numbers(layer.columns_used) for layer in (mine, other))
         assert torch.equal(k, k0) and v.dtype == v0.dtype and not torch.allclose(v, v0)
     want = model(ids).logits
     with torch.no_grad(), kvpatch.patched(model, policy, 1.0):

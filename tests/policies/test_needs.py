@@ -39,7 +39,7 @@ def read(model, patch, ids, steps=5):
 
 
 def means(cache):
-    return [layer.notes[NAME].q_BHGD for layer in cache.layers]
+    return [layer.need_notes[NAME].q_BHGD for layer in cache.layers]
 
 
 def test_padding_and_other_rows_change_nothing(model, fading):

@@ -239,7 +239,7 @@ def test_a_need_of_attention_is_not_asked_where_steps_evict_nothing():
         with kvpatch.patched(model, Policy("mine", Peaks(Peak())), 0.5, schedule=schedule) as patch:
             cache = patch.new_cache()
             model.generate(prompt(1, 20), past_key_values=cache, max_new_tokens=4, do_sample=False)
-        found.append(cache.layers[0].state["peak"][0, 0, : cache.layers[0].used])
+        found.append(cache.layers[0].state["peak"][0, 0, : cache.layers[0].columns_used])
     assert [len(one) for one in found] == [13, 11]
     assert not found[0][-3:].any() and found[1][-3:].any()  # tokens that steps wrote
 

@@ -56,11 +56,11 @@ class Machine(Base):
         ids = self.tokens(live.rows, n)
 
         def act() -> torch.Tensor:
-            live.cache.request.prompt_len = live.shadow.columns
+            live.cache.plans.prompt_len = live.shadow.columns
             try:
                 return self.forward(live.cache, ids, live.shadow)
             finally:
-                live.cache.request.prompt_len = None
+                live.cache.plans.prompt_len = None
 
         if self.do("draft", [live], act, lambda got: self.expect_step(live, got, ids), faults.PASS, fault):
             self.take_back(live, min(back, n), None)

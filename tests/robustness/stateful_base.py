@@ -155,7 +155,7 @@ class Base(RuleBasedStateMachine):
     def advanced(live: Live) -> bool:
         """Whether a pass that raised had gone through all layers."""
         cache = live.cache
-        return not cache.unfinished and cache.request.prompt_len is None and cache.get_seq_length() > live.shadow.columns
+        return not cache.unfinished and cache.plans.prompt_len is None and cache.get_seq_length() > live.shadow.columns
 
     def survey(self, live: Live, name: str) -> None:
         """After a fault a cache is as it was before the call, or raises our own error wherever it is used."""
@@ -163,7 +163,7 @@ class Base(RuleBasedStateMachine):
             live.shadow = Shadow(live.shadow.chosen)  # emptied, as was asked
         if not live.shadow.oracles:
             seen_B = live.cache.seen_B
-            pieces = live.cache.request.prompt_len is not None  # more may be tokens generated behind them, which some refuse
+            pieces = live.cache.plans.prompt_len is not None  # more may be tokens generated behind them, which some refuse
             ids = prompt(1 if seen_B is None else len(seen_B), 1 if pieces else 3)
             usable = self.usable(lambda: self.forward(live.cache.clone(), ids))
             if usable and name == "prompt in pieces":  # it has those before the fault
@@ -205,7 +205,7 @@ class Base(RuleBasedStateMachine):
         """A pass, with position_ids where a padded batch needs them."""
         more: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
         padded = mask is not None or (shadow is not None and shadow.padded)
-        if padded and not cache.rows.joined and self.chosen.name != "mpt":
+        if padded and not cache.rows.concatenated and self.chosen.name != "mpt":
             seen = 0 if cache.seen_B is None else cache.next_positions()
             count = torch.ones_like(ids) if mask is None else mask
             more["position_ids"] = (seen + count.cumsum(1) - 1).clamp(min=0)
@@ -235,10 +235,10 @@ class Base(RuleBasedStateMachine):
         cuts = [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
         def act() -> torch.Tensor:
-            live.cache.request.prompt_len = n if len(cuts) > 1 else None
+            live.cache.plans.prompt_len = n if len(cuts) > 1 else None
             masks = [None if mask is None else mask[:, cut] for cut in cuts]
             logits = [self.forward(live.cache, ids[:, cut], shadow, m) for cut, m in zip(cuts, masks, strict=True)]
-            live.cache.request.prompt_len = None
+            live.cache.plans.prompt_len = None
             return torch.cat(logits, 1)
 
         def expect(got: torch.Tensor | None) -> None:

@@ -82,7 +82,7 @@ def test_an_interrupt_while_a_cache_is_made_of_others(scenes, scene, name, tmp_p
         assert [file for file in tmp_path.iterdir() if file != path] == [], where
         if path.exists():
             loaded, want = contents(s.handle.load_cache(path)), contents(start.clone())
-            assert not [one for one in differences(loaded, want) if not one.startswith(".counters.device")], where
+            assert not [one for one in differences(loaded, want) if not one.startswith(".counters.tensors_or_none")], where
 
 
 def test_a_wrong_argument_leaves_a_cache_as_it_was(scenes):
@@ -135,8 +135,8 @@ def test_an_interrupt_while_the_counters_catch_up_with_compiled_steps(scenes):
 
     def compiled():
         cache = s.read(1)
-        cache.counters.device.columns.add_(3)
-        cache.counters.stale = True
+        cache.counters.tensors_or_none.columns.add_(3)
+        cache.counters.has_uncounted_steps = True
         return cache
 
     after = compiled()

@@ -116,7 +116,7 @@ def test_an_interrupted_generate_leaves_the_callers_cache_as_after_some_step_or_
         for n in spread(lines(lambda: run(handle.new_cache())), 20):
             cache = handle.new_cache()
             where, _ = interrupt(functools.partial(run, cache), n)
-            assert cache.request.prompt_len is None and cache.request.new_tokens is None, where
+            assert cache.plans.prompt_len is None and cache.plans.new_tokens is None, where
             seen = cache.get_seq_length()
             if cache.unfinished:
                 assert "did not finish" in refusal(lambda: generate(model, ids, past_key_values=cache)), where  # noqa: B023
@@ -220,7 +220,7 @@ def test_of_two_threads_that_begin_at_once_one_is_refused():
 
     with kvpatch.patched(model, "h2o", 0.5) as handle:
         cache = handle.new_cache()
-        check = cache.check_finished
+        check = cache.refuse_unfinished
 
         def meet():
             check()  # both have looked, and neither has begun
@@ -232,7 +232,7 @@ def test_of_two_threads_that_begin_at_once_one_is_refused():
             finally:
                 tried.set()
 
-        cache.check_finished = meet
+        cache.refuse_unfinished = meet
         hook = model.model.layers[0].mlp.register_forward_pre_hook(hold)
         results = in_threads(run, run)
         hook.remove()

@@ -75,7 +75,7 @@ MUTANTS = {
         "    cache.forget([span])\n    ownership.note_reader(cache, reader, state)\n",
         "tests/cache/test_bad_edits.py::test_a_cache_of_another_patch_is_not_edited"),
     "a roll-back goes behind an edit": (
-        "cache/editing.py", "if cache.seen - count < cache.rows.edited:", "if False:",
+        "cache/editing.py", "if cache.columns_read - count < cache.rows.columns_at_edit:", "if False:",
         "tests/cache/test_forget.py::test_a_roll_back_stops_at_an_edit"),
     "uses of tokens not noted": (
         "policies/needs/last_uses.py", "last.copy_(torch.where(used, newest_B11, last))", "last.copy_(last)",
@@ -230,7 +230,7 @@ MUTANTS = {
     "the mean of a second reading's rows for their maximum": (
         "backends/torch_backend.py", "x_NTR.amax(-1)", "x_NTR.mean(-1)", f"{ORACLE}[llama_gqa-kvzip]"),
     "evicted before the second reading": (
-        "attention/compress.py", "if now.reread_BN is not None or (together and call.layer", "if (together and call.layer",
+        "attention/compress.py", "if now.reread_ids_BN is not None or (together and call.layer", "if (together and call.layer",
         f"{ORACLE}[llama_gqa-kvzip]"),
     "merged into any token": (
         "policies/merging.py", "target = index_BHK.shape[-1] - 1 - target", "target = target * 0",

@@ -195,8 +195,8 @@ def test_nan_of_one_layer_does_not_reach_a_score_that_layers_share():
         with kvpatch.patched(model, "keyformer", 9, shared=True):
             _, cache = force(model, ids, fed)
         held.append(cache)
-    assert held[1].shared.isfinite().all()
-    assert torch.equal(held[0].shared[:, 1].isfinite(), held[1].shared[:, 1].isfinite())
+    assert held[1].shared_score.isfinite().all()
+    assert torch.equal(held[0].shared_score[:, 1].isfinite(), held[1].shared_score[:, 1].isfinite())
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
@@ -320,16 +320,16 @@ def test_a_row_without_keys_gives_no_statistic():
     positions = torch.arange(T).repeat(B, H, 1)
     positions[1] = -1
     rows = positions[:, 0].clone()
-    keys = Keys(k, k, positions, holes=True, past=0, ordered=True)
+    keys = Keys(k, k, positions, may_have_empty=True, columns_before=0, ordered=True)
     names, seen = ("sum", "squares", "count", "gumbel"), {}
 
     def observe(block_rows):
         for tau in (1.0, 1.7):
-            noise = torch.ones(block_rows.p_NGRM.shape[0], block_rows.hi - block_rows.lo, G)
+            noise = torch.ones(block_rows.p_NGRM.shape[0], block_rows.stop_column - block_rows.first_column, G)
             block = Block(block_rows.p_NGRM, block_rows.keys_NR, noise, lambda: None, tau, 0, 0)
             for name in names:
                 increment = STATISTICS[name](block, NoisySums())
-                seen.setdefault((name, tau), torch.zeros(B * H, T))[block_rows.n0 : block_rows.n1] += increment
+                seen.setdefault((name, tau), torch.zeros(B * H, T))[block_rows.first_head : block_rows.stop_head] += increment
 
     torch_backend.observe(q, keys, rows, Geometry(0.5, None, 3), None, observe, count=True)
     for key, total in seen.items():
@@ -343,7 +343,7 @@ def test_a_row_without_keys_gives_no_statistic():
 
 def test_a_step_whose_window_has_left_everything_but_itself():
     q, k = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 5, 4)
-    keys = Keys(k, k, torch.tensor([[[0, 1, 2, 3, 90]]]), holes=False, past=0, ordered=False)
+    keys = Keys(k, k, torch.tensor([[[0, 1, 2, 3, 90]]]), may_have_empty=False, columns_before=0, ordered=False)
     out, p = torch_backend.step(q, keys, torch.tensor([[[90]]]), Geometry(0.5, None, 4), True)
     assert torch.equal(p[0, 0], torch.tensor([[0.0, 0, 0, 0, 1]] * 2))
     torch.testing.assert_close(out[0, 0], k[0, 0, 4].expand(2, -1))
@@ -417,12 +417,12 @@ def test_a_step_saturates_where_float16_ends():
     q = torch.full((1, 1, 1, 4), 200.0, dtype=torch.float16)
     k = torch.tensor([[400.0] * 4, [400.0] * 4, [1.0] * 4], dtype=torch.float16)[None, None]
     for slopes in (None, torch.zeros(1, 1)):
-        keys = Keys(k, k, torch.arange(3)[None, None], holes=False, past=0, ordered=True)
+        keys = Keys(k, k, torch.arange(3)[None, None], may_have_empty=False, columns_before=0, ordered=True)
         out, p = torch_backend.step(q, keys, torch.tensor([[[2]]]), Geometry(0.5, slopes, None), True)
         assert p[0, 0, 0].tolist() == [0.5, 0.5, 0.0]
         assert out[0, 0, 0].tolist() == [400.0] * 4
     k32 = torch.tensor([[400.0] * 4, [401.0] * 4, [1.0] * 4])[None, None]
-    keys = Keys(k32, k32, torch.arange(3)[None, None], holes=False, past=0, ordered=True)
+    keys = Keys(k32, k32, torch.arange(3)[None, None], may_have_empty=False, columns_before=0, ordered=True)
     _, p = torch_backend.step(q.float(), keys, torch.tensor([[[2]]]), Geometry(0.5, None, None), True)
     assert p[0, 0, 0].tolist() == [0.0, 1.0, 0.0]
 
@@ -460,12 +460,12 @@ def _far(cache, by):
     """The text began `by` tokens earlier, and all of them were evicted."""
     cache.seen_B += by
     for layer in cache.layers:
-        layer.seen += by
+        layer.columns_read += by
         layer.positions[layer.positions >= 0] += by
-        layer.ahead = None
+        layer.precomputed_state = None
         for name in ("first", "prompt"):
             getattr(layer.limits, name).add_(0)
-    cache.counters.device.columns.add_(by)
+    cache.counters.tensors_or_none.columns.add_(by)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "window", "keyformer", "streaming_llm"])

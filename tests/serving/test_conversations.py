@@ -229,7 +229,7 @@ def test_what_is_left_of_requests():
             return sum(one.settings is patch.settings for one in found)
 
         until(lambda: count() == len(kept.conversations) > 2)
-        assert not kept.pool.requests and not kept.pool.begins and not kept.pool.rows.parts
+        assert not kept.pool.requests and not kept.pool.beginnings and not kept.pool.rows.parts
 
 
 def test_a_request_that_is_cancelled():
@@ -243,7 +243,7 @@ def test_a_request_that_is_cancelled():
         ids = FIRST + go_on(model, cache, FIRST, 10)
         assert [one.ids for one in kept.conversations._kept] == [ids[:-1]]
         assert kept.ask(ids + SECOND) == ([go_on(model, cache, ids + SECOND)], [59])
-        assert not kept.pool.requests and not kept.pool.begins
+        assert not kept.pool.requests and not kept.pool.beginnings
 
 
 def test_an_answer_of_one_token():

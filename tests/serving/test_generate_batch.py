@@ -186,7 +186,7 @@ def test_memory_of_a_request_is_constant(new, monkeypatch):
     begin = RequestPool.next_pass
 
     def watched(self):
-        seen.append((self.claimed, [layer.kv.width for part in self.rows.parts for layer in part.cache.layers]))
+        seen.append((self.claimed_blocks, [layer.kv.width for part in self.rows.parts for layer in part.cache.layers]))
         return begin(self)
 
     monkeypatch.setattr(RequestPool, "next_pass", watched)
@@ -262,7 +262,7 @@ def test_stop_strings_end_a_request_as_they_end_generate():
             names = [manager.add_request(texts[0], streaming=streaming, max_new_tokens=12) for streaming in (False, True)]
             found = collect(manager, [name for one in names for name in (one, f"{one}__child#0")])
             assert [one.generated_tokens for one in found.values()] == [want[0]] * 4
-            until(lambda: not manager.pool.claimed)
+            until(lambda: not manager.pool.claimed_blocks)
         finally:
             manager.stop(block=True, timeout=30)
 

@@ -93,7 +93,7 @@ def test_requests_that_come_and_are_cancelled():
             found = collect(manager, names[:-1])
             pool = manager.batch_processor.cache
         assert [found[name].generated_tokens for name in names[:-1]] == (wanted * 2)[:-1]
-        assert prefix.copies - copies in (5, 6) and not pool.begins
+        assert prefix.copies - copies in (5, 6) and not pool.beginnings
         assert all(torch.equal(prefix.positions(layer), before[layer]) for layer in range(2))
 
 

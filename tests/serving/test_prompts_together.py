@@ -60,7 +60,7 @@ class Engine:
             column += columns
         self.calls = 0
         for layer in range(LAYERS):
-            self.requests.now[layer] = scheduled
+            self.requests.newest_pass[layer] = scheduled
             if layer == 0:
                 packed = self.requests.begin(scheduled)
             self.requests.pools[layer] = self.pools[layer]

@@ -86,7 +86,7 @@ def test_temperatures_are_each_row_s():
         for ids, new in zip(texts, wanted, strict=True):
             for keep in (alone.append, lambda cache: pool.add(str(len(alone)), cache)):
                 cache = patch.new_cache()
-                cache.request.new_tokens = new
+                cache.plans.new_tokens = new
                 model(torch.tensor([ids]), past_key_values=cache)
                 keep(cache)
         rows = pool.gather("123")

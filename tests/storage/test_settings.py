@@ -69,7 +69,7 @@ def test_settings_keep_what_their_arguments_keep(model, given, tmp_path):
 def test_patch_and_checks_take_them(model, monkeypatch):
     patch = kvpatch.patch(model=model, policy=Settings("h2o", 7), record=True, seed=5)
     patch.remove()
-    assert (patch.settings.record, patch.settings.seed, patch.settings.budget.per_layer) == (True, 5, (7, 7))
+    assert (patch.settings.records_lifetimes, patch.settings.seed, patch.settings.budget.per_layer) == (True, 5, (7, 7))
     given, real = [], check.Checks
     monkeypatch.setattr(check, "Checks", lambda *arguments: given.append(arguments[1:]) or real(*arguments))
     assert kvpatch.check_model(model, Settings("h2o", 9, {"recent": 4, "schedule": "prompt"})).passed

@@ -147,7 +147,7 @@ def test_what_cannot_be_saved(tmp_path):
         cache = patch.new_cache()
         with pytest.raises(KVPatchError, match="empty: there is nothing to save"):
             patch.save_cache(cache, tmp_path / "x")
-        cache.request.prompt_len = 30
+        cache.plans.prompt_len = 30
         model(prompt(1, 20), past_key_values=cache)
         with pytest.raises(KVPatchError, match="in the middle of a prompt"):
             patch.save_cache(cache, tmp_path / "x")

@@ -67,7 +67,7 @@ def most_entries(model: PreTrainedModel, policy: str, n: int) -> Line:
 
     def append(layer: SlotLayer, *args: Any) -> None:
         whole(layer, *args)
-        held.append(int((layer.positions[:, :, : layer.used] >= 0).sum(-1).max()))
+        held.append(int((layer.positions[:, :, : layer.columns_used] >= 0).sum(-1).max()))
 
     whole, other = SlotLayer.append, twin(model)
     SlotLayer.append = append  # type: ignore[method-assign]

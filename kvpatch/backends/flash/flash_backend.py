@@ -101,12 +101,11 @@ def find_misfit(keys: Keys, geometry: Geometry) -> str | None:
     """Return why no flash kernel can attend to these keys, though flash was chosen for such prompts; None if one can.
 
     `attend_to` asks for each prompt (or piece of one) and layer. The Case (kind of call) by which flash was chosen does not
-    tell how the keys before the piece (`past` of them) lie: heads may have holes (empty slots) in different columns, or keys
-    out of order.
+    tell how the keys before the piece lie: heads may have empty slots in different columns, or keys out of order.
     """
-    if keys.past and keys.holes:
+    if keys.columns_before and keys.may_have_empty:
         return "keys before this piece lie in slots of their own per head"
-    if keys.past and not keys.ordered and (geometry.sliding is not None or geometry.slopes_HG is not None):
+    if keys.columns_before and not keys.ordered and (geometry.sliding is not None or geometry.slopes_HG is not None):
         return "keys before this piece are out of order, and a flash kernel measures distances in columns"
     return None
 
@@ -146,10 +145,10 @@ def attend(
     left = None if geometry.sliding is None or geometry.sliding >= T else geometry.sliding - 1
     mask = Mask(geometry.scale, left, None if slopes is None else slopes.reshape(-1).float().contiguous())
     gradients = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    case = Case("cuda", q_BHGQD.dtype, D, G, slopes is not None, left is not None, keys.holes, keys.past > 0, gradients)
-    # holes here are padding: keys before the piece have none (find_misfit)
+    padded, past = keys.may_have_empty, keys.columns_before > 0  # keys before the piece have no empty slots (find_misfit)
+    case = Case("cuda", q_BHGQD.dtype, D, G, slopes is not None, left is not None, padded, past, gradients)
     out_BQND, lse_BNQ, name = (
-        _attend_padded(tensors, rows_BQ, mask, case, real_B) if keys.holes else _call_kernel(tensors, mask, None, case)
+        _attend_padded(tensors, rows_BQ, mask, case, real_B) if padded else _call_kernel(tensors, mask, None, case)
     )
     return rearrange(out_BQND, "b q (h g) d -> b h g q d", g=G), lse_BNQ.view(B, H, G, Q), name
 

@@ -18,7 +18,12 @@ OUTPUTS: tl.constexpr = tl.constexpr(plan.OUTPUTS)
 
 @triton.jit
 def _merge_segments(found, parts, g, G: tl.constexpr, LANES: tl.constexpr):
-    """Merge a head's segments into one softmax: its maximum and 1 / normalizer, [LANES]."""
+    """Return the softmax of a head over all its segments, for `combine_kernel`: maximum and 1 / normalizer, [LANES].
+
+    `split_kernel` has left five numbers for each segment and query head, [parts,5,G]: maximum and normalizer, keys seen, and
+    maximum and normalizer of the softmax with noise. found: where those of the first segment begin; 3 G later for noise.
+    PARTS of all `parts` segments are merged at a time. g: the query heads, G of LANES, a power of two.
+    """
     maximum, total = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
     for start in range(0, parts, PARTS):
         s = start + tl.arange(0, PARTS)
@@ -62,7 +67,11 @@ def _write_output(PARTIAL, found, OUT, n, segment, parts, e, G: tl.constexpr, D:
 
 @triton.jit
 def _add_state(STATE, at, inside, fresh, more, decay, DECAYED: tl.constexpr):
-    """Return the state plus `more`; for a fresh token the previous contents of its slot are ignored."""
+    """Add `more` to a statistic of the slots `at` of STATE in place, and return the sums, by which slots may be ranked.
+
+    `combine_kernel` calls it for each statistic and block of slots. In the new token's slot (fresh) the old number is ignored,
+    elsewhere it is multiplied by `decay` first if DECAYED. inside: entries of `at` that are slots of the chunk.
+    """
     old = tl.load(STATE + at, mask=inside & (fresh == 0), other=0.0)
     if DECAYED:
         old *= decay
@@ -72,9 +81,10 @@ def _add_state(STATE, at, inside, fresh, more, decay, DECAYED: tl.constexpr):
 
 @triton.jit
 def _vacate_slot(POSITIONS, SLOT, KEEP, n, C, victim, held, gap):
-    """Empty the victim's slot in head n, if the head holds too many tokens, and name the slot of its next token.
+    """Write -1 to the victim's position in head n, if the head holds too many tokens, and its next token's slot to SLOT.
 
-    held: tokens of the head; gap: its first empty slot, or NOWHERE.
+    held: tokens of the head; gap: its first empty slot, or NOWHERE. KEEP: how many each head may hold; None: all heads are full
+    and evict. Else the next slot is the victim's, if it is evicted, or `gap`, if that comes first.
     """
     if KEEP is None:
         tl.store(POSITIONS + n * C + victim, -1)
@@ -211,7 +221,13 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["C", "chunks"], do_not_specialize_on_alignment=["POSITIONS", "SLOT", "KEEP"])
 def evict_kernel(POSITIONS, SLOT, KEEP, LOWEST, C, chunks, CHUNKS: tl.constexpr):
-    """Choose head n's victim among its chunks' victims."""
+    """Choose head n's victim among its chunks' victims, and evict it by `_vacate_slot`.
+
+    `decode.step` launches it after `combine_kernel` if the step evicts and heads have several chunks. A record of LOWEST,
+    [B*H,chunks,4], says of a chunk: its lowest eviction key, the slot with that key, the number of tokens held, and the first
+    empty slot (gap) or NOWHERE. SLOT, KEEP: each head's next free slot, and the tokens that it may hold, or None. CHUNKS: a
+    power of two not below `chunks`.
+    """
     n, s = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     here, there = LOWEST + (n * chunks + s) * 4, s < chunks
     key = tl.load(here, mask=there, other=LAST)

@@ -90,7 +90,7 @@ def channels(
 
 @triton.jit
 def _find_groups(PIECE: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr):
-    """Return the group of each step of a piece."""
+    """Return for each step (STEP neighbours) of a piece the number of its group, the channels that share a scale."""
     j = tl.arange(0, STEPS)
     if STEP == GROUP:  # said apart so that the compiler sees neighbours
         return PIECE * (HALF // GROUP) + j
@@ -146,9 +146,12 @@ def _round_piece(
     X, CENTRE, centre, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     TOP: tl.constexpr, GROUP: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return codes [steps,SPAN] of a piece of the numbers at X, the scale and zero of each step, and its group.
+    """Round one piece of the D numbers at X: return codes [steps,SPAN], and the scale, zero and group of each step.
 
-    CENTRE: where the head's centre lies, or None; centre: that of the piece.
+    `split_kernel` writes a new token's key and value by `write`, if they are rounded, and that calls this for piece 0 and, at 4
+    bits, for piece 1 (PIECE). A number is code * scale + zero + centre; TO_EVEN makes codes integers, from 0 to TOP. A group of
+    GROUP channels has the scale that its least and greatest number need, a piece has HALF channels. WIDTH: a power of two not
+    below D. STEP, SPAN, COLUMNS: as in `channels`. CENTRE: where the head's centre lies, or None; centre: that of the piece.
     """
     group = _find_groups(PIECE, HALF, GROUP, STEP, COLUMNS // SPAN)
     every = tl.arange(0, WIDTH)

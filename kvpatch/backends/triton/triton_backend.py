@@ -133,7 +133,7 @@ def attend(
 
     options = (
         _describe_shape(geometry)
-        | {"sinks_HG": geometry.sinks_HG, "past": keys.past, "holes": keys.holes}
+        | {"sinks_HG": geometry.sinks_HG, "past": keys.columns_before, "holes": keys.may_have_empty}
         | _describe_noise(noise)
     )
     options |= {"deaths_BHT": keys.deaths_BHT, "spans_B4": spans_B4}
@@ -153,7 +153,7 @@ def gradients(
     from . import backward
 
     options: dict[str, Any] = {name: getattr(geometry, name) for name in ("scale", "slopes_HG", "sliding")}
-    options |= {"deaths_BHT": keys.deaths_BHT, "lse_BHGQ": attended.lse, "holes": keys.holes}
+    options |= {"deaths_BHT": keys.deaths_BHT, "lse_BHGQ": attended.lse, "holes": keys.may_have_empty}
     tensors = q_BHGQD, keys.k_BHTD, keys.v_BHTD, keys.positions_BHT, rows_BQ
     return backward.gradients(*tensors, out_BHGQD=attended.out, grad_BHGQD=grad_BHGQD, **options)
 
@@ -176,15 +176,15 @@ def statistics(
     from . import forward
     from .columns import column_statistics
 
-    inputs, shape = (q_BHGQD.detach(), keys.k_BHTD.detach()), _describe_shape(geometry) | {"past": keys.past}
+    inputs, shape = (q_BHGQD.detach(), keys.k_BHTD.detach()), _describe_shape(geometry) | {"past": keys.columns_before}
     shape["spans_B4"] = spans(rows_BQ) if spans_B4 is None else spans_B4
     places, plain = (keys.positions_BHT, rows_BQ), tuple(name for name in names if name != "gumbel")
     lse, noisy = attended.lse, attended.noisy
     result: dict[str, Tensor] = {}
     # log-sum-exps that attention did not return: the forward kernel computes them, without an output
     if lse is None or (noise is not None and noisy is None):
-        options = shape | {"sinks_HG": geometry.sinks_HG, "holes": keys.holes, "lse_BHGQ": lse} | _describe_noise(noise)
-        sums = forward.attend(*inputs, None, *places, **options)
+        options = shape | {"sinks_HG": geometry.sinks_HG, "holes": keys.may_have_empty} | _describe_noise(noise)
+        sums = forward.attend(*inputs, None, *places, lse_BHGQ=lse, **options)
         lse, noisy = sums.lse, sums.noisy
     # a launch for the noisy softmax, and one for all other sums
     if noisy is not None:
@@ -238,7 +238,7 @@ def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
     B, H, _ = keys.positions_BHT.shape
     # a row sees the prompt's tokens up to its own (counted by positions), and those that the cache held before the prompt
     prompt_keys = rows_BQ - rows_BQ.masked_fill(rows_BQ < 0, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) + 1
-    past = keys.positions_BHT[:, :, : keys.past].sort(-1).values.contiguous()
+    past = keys.positions_BHT[:, :, : keys.columns_before].sort(-1).values.contiguous()
     held = (past >= 0).sum(-1, keepdim=True)
     if geometry.sliding is None:
         return prompt_keys[:, None] + held
@@ -303,9 +303,9 @@ def step(
     free slot are updated in place.
     """
     limits, memory = slots.limits if chosen.evicts else None, slots.kv.locate_entries()  # limits: tokens never evicted
-    # keep: tokens that a head may hold, if it has holes (empty slots); `first` and `recent`: positions below `first`, and so
+    # keep: tokens that a head may hold, if it may have empty slots; `first` and `recent`: positions below `first`, and so
     # many newest tokens, are never evicted
-    keep = slots.keep_BH1[..., 0].contiguous() if slots.holes and slots.keep_BH1 is not None else None
+    keep = slots.keep_BH1[..., 0].contiguous() if slots.may_have_empty and slots.keep_BH1 is not None else None
     first = limits.first.flatten() if limits is not None and limits.any_first else None
     recent = limits.newest.flatten() if limits is not None and limits.any_newest else None
     newest_B = newest_B.contiguous()  # a column, if the pass has several tokens

@@ -175,7 +175,7 @@ class Worker:
         assert terms is not None
         check_configuration(config, terms)
         self.terms, self.config, self.layers = terms, config, list[BudgetedAttention]()
-        self._notes = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
+        self._holder_hook = register_module_module_registration_hook(self._note_holder) if terms.policy.weighs_values else None
         self.requests: Requests | None = None
         if terms.policy.over_layers is not None:  # it gives layers unequal budgets
             self._refuse_prefix_caching()
@@ -244,12 +244,14 @@ class Worker:
         """Run one layer of a pass, q [1,H*G,T,D], k and v [1,H,T,D] -> [1,T,H*G*D]. The layer's `forward` calls this.
 
         The first layer begins the pass in the caches of all requests, and the first pass of all makes `requests`.
+        now.scheduled: each request's columns (tokens) in the pass, and its pages. packed: the pass, cut into parts of requests
+        that share a cache; its `attend` calls layer.core for each part.
         """
         if self.requests is None:
             self.requests = Requests(self.settings, q.device)
-            if self._notes is not None:  # the hook that calls `_note_holder`: the model has been made
-                self._notes.remove()
-        self.requests.now[layer.index] = now.scheduled
+            if self._holder_hook is not None:  # the hook that calls `_note_holder`: the model has been made
+                self._holder_hook.remove()
+        self.requests.newest_pass[layer.index] = now.scheduled
         if layer.index == 0:
             self.packed = self.requests.begin(now.scheduled)
         if self.requests.pools[layer.index] is None:

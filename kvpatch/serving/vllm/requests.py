@@ -46,8 +46,8 @@ class Scheduled(NamedTuple):
 class Requests:
     """Caches of requests.
 
-    pools: the pages of each layer, in strips [2,S,P,D] (a strip is a page of one head), once the layer has seen them. now: the
-    newest pass, as each layer is told it: layers that hold different numbers of tokens have different pages. divided: pages of
+    pools: the pages of each layer, in strips [2,S,P,D] (a strip is a page of one head), once the layer has seen them.
+    newest_pass: as each layer is told it: layers that hold different numbers of tokens have different pages. divided: pages of
     requests that begin in it, by their columns. asked_k: each request's k. reading: the rows of each request that has not
     decoded yet; prompts that began together are rows of a cache. rows: those that decode, by their k, since the rows of a
     cache have one budget.
@@ -60,7 +60,7 @@ class Requests:
         """
         self.settings, self.device = settings, device
         self.pools: list[Tensor | None] = [None] * settings.n_layers  # each layer's pages
-        self.now: list[Sequence[Scheduled]] = [()] * settings.n_layers  # the newest pass, as each layer is told it
+        self.newest_pass: list[Sequence[Scheduled]] = [()] * settings.n_layers  # as each layer is told it
         self.divided: list[tuple[Sequence[Scheduled], list[int], Strips]] = []  # pages of requests that begin in that pass
         self.asked_k: dict[str, int] = {}  # by request: the budget that it asks for, or 0
         self._by_own = {0: settings}  # settings by such a k
@@ -118,7 +118,7 @@ class Requests:
         cache, firsts = EvictingCache(self._settings_of(together[0].asked_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
             slots.storage = functools.partial(self._make_slots, layer, firsts)  # called with the layer's first keys
-        cache.request.prompt_len = together[0].columns  # it evicts when so many are read
+        cache.plans.prompt_len = together[0].columns  # it evicts when so many are read
         rows = RequestRows([one.name for one in together], cache)
         self.reading |= dict.fromkeys(rows.alive, rows)  # until each decodes
         return Part(cache, self._list_columns(together), decodes=False)
@@ -132,7 +132,7 @@ class Requests:
     def _continue_prompt(self, one: Scheduled) -> Part:
         """Return a pass's part for a further piece of a prompt, for `begin`. The cache evicts after it as at a prompt's end."""
         cache = self.reading[one.name].cache
-        cache.request.prompt_len = one.past + one.columns
+        cache.plans.prompt_len = one.past + one.columns
         return Part(cache, self._list_columns([one]), decodes=False)
 
     def _make_slots(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
@@ -143,7 +143,7 @@ class Requests:
         """
         pool = self.pools[layer]
         assert pool is not None  # `Worker.attend` has set it
-        return first_prompt(keys, values, pool, self._divide_pages(self.now[layer], firsts, keys.shape[1]))
+        return first_prompt(keys, values, pool, self._divide_pages(self.newest_pass[layer], firsts, keys.shape[1]))
 
     def _divide_pages(self, now: Sequence[Scheduled], firsts: list[int], heads: int) -> Strips:
         """Return new requests' pages as strips (a page of one head each), for `_make_slots`.

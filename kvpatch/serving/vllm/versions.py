@@ -103,6 +103,6 @@ def _find_configurations() -> Iterator[Any]:
     for variables in iterate_callers():
         for name in ("self", "vllm_config"):
             one = variables.get(name)
-            # not hasattr: the wrapper of a worker asks the worker that it does not have yet, without end
+            # hasattr would never end: a wrapper without its worker looks the worker up in itself
             if type(one).__module__.startswith("vllm.") and getattr_static(one, "additional_config", None) is not None:
                 yield one
