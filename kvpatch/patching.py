@@ -146,13 +146,13 @@ class patched:
         bits = settings.bits_of(bits)
         settings.check_options(seed, block, strict=strict, record=record, graphs=graphs, auto=auto)
         chosen = settings.policy_of(policy, schedule, dict(policy_options), ARGUMENTS)
-        options = RunOptions(graphs, check_lossless(lossless, offload_folder))
+        options = RunOptions(graphs, lossless, check_lossless(lossless, offload_folder))
         target = _find_target(model, auto)
         patch_settings = settings.settings_of(
             target, chosen, k, bits=bits, block=block, positions=positions, backend=backend, seed=seed, strict=strict,
             record=record,
         )  # fmt: skip
-        if options.offload is not None:
+        if lossless:
             refuse("lossless", patch_settings.list_features())
         if says_one_token(k):
             warnings.warn(ONE_TOKEN, stacklevel=3)  # the line that calls patched()

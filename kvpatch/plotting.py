@@ -34,14 +34,6 @@ _DARKEST = 0.8  # the share of heads from which on a word is black
 
 
 @dataclass(frozen=True)
-class Panel:
-    """Panel of one policy: the share of heads that kept each token, [L,T], and a title."""
-
-    title: str
-    share_LT: Tensor
-
-
-@dataclass(frozen=True)
 class Marks:
     """Spans of the text to point at, as [start, stop) pairs of token positions."""
 
@@ -135,7 +127,7 @@ def draw_budgets(held_LH: Tensor, title: str) -> Figure:
     return figure
 
 
-def draw_panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) -> Figure:
+def draw_panels(columns: Sequence[Sequence[tuple[str, Tensor]]], marks: Marks, title: str) -> Figure:
     """Draw for `kvpatch demo` a panel per policy (row) and budget (column): the share of heads that kept each token.
 
     columns: for each budget its panels, each with a title and the share [L,T] of heads by layer and token. marks: spans of the
@@ -145,12 +137,12 @@ def draw_panels(columns: Sequence[Sequence[Panel]], marks: Marks, title: str) ->
     figure = new_figure(figsize=(7.5 * len(columns), 1.2 + 1.05 * n_rows), layout="constrained")
     grid = figure.subplots(n_rows, len(columns), squeeze=False, sharex=True)
     image: ScalarMappable | None = None
-    cells = ((grid[i][j], panel) for j, column in enumerate(columns) for i, panel in enumerate(column))
-    for axes, panel in cells:
-        image = axes.imshow(panel.share_LT.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-        L = panel.share_LT.shape[0]
+    cells = ((grid[i][j], *panel) for j, column in enumerate(columns) for i, panel in enumerate(column))
+    for axes, name, share_LT in cells:
+        image = axes.imshow(share_LT.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+        L = share_LT.shape[0]
         axes.set_yticks(range(L), [f"layer {layer}" for layer in range(L)], fontsize=7)
-        axes.set_title(panel.title, loc="left", fontsize=9, pad=11)
+        axes.set_title(name, loc="left", fontsize=9, pad=11)
         axes.tick_params(length=0, labelsize=7)
         for spans, colour in ((marks.needles, _NEEDLE), (marks.asked, _ASKED), (marks.question, _QUESTION)):
             _point_at(axes, spans, colour, L)

@@ -25,9 +25,9 @@ from .errors import KVPatchError
 from .hooks.run_log import RunLog
 from .policies.budgets import Budget
 from .policies.windows import Chunk
-from .report_text import BLOCKS, block
+from .report_text import block
 
-__all__ = ["BLOCKS", "Report", "block"]
+__all__ = ["Report", "block"]
 
 
 @dataclass(repr=False)
@@ -212,7 +212,7 @@ class Report:
         return f"<Report: {self.policy}, {budget}; {text.format_held(self.nbytes, self.full_nbytes, 0)}>"
 
     def __str__(self) -> str:
-        return text.align_rows(self._list_rows())
+        return "\n".join(text.align_rows(self._list_rows()))
 
     def _repr_html_(self) -> str:
         """Return the table and the picture as HTML; a notebook calls it to show the report. Without matplotlib no picture."""

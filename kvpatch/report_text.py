@@ -186,10 +186,10 @@ def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
-def align_rows(rows: Sequence[tuple[str, str]]) -> str:
-    """Join rows of a name and a value to aligned lines."""
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+def align_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Join the cells of each row to a line, in columns, for reports, plans, checks and the command line off a terminal."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def html_table(rows: Sequence[tuple[str, str]], image: str | None) -> str:

@@ -145,7 +145,7 @@ def test_public_methods_have_a_docstring_or_inherit_one():
 
 
 SHARED = {
-    "Backend": "vLLM's registry and the protocol of ours each want the name",
+    "Backend": "vLLM wants the name of the class for each kind of device",
     "Rule": "of a budget, which users import, and of a kernel, which the acceptance run on a GPU takes by that name",
 }
 

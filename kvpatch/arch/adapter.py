@@ -185,7 +185,9 @@ class Adapter:
         return None
 
     def check(self, model: nn.Module) -> None:
-        """Raise KVPatchError for a model whose configuration this adapter does not serve."""
+        """Raise KVPatchError for `Target.find` if this adapter does not serve a model: one with cross-attention, at least."""
+        if getattr(getattr(model, "config", None), "add_cross_attention", False):
+            raise KVPatchError(f"This {type(model).__name__} has add_cross_attention=True: kvpatch serves causal decoders.")
 
 
 def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
@@ -193,10 +195,10 @@ def heads_first(tensor_BQE: Tensor, head_dim: int) -> Tensor:
     return tensor_BQE.view(*tensor_BQE.shape[:-1], -1, head_dim).transpose(1, 2)
 
 
-def query_heads(config: Any) -> int | None:
-    """Return the number of a decoder's query heads, or None; in BART's configuration num_attention_heads is the encoder's."""
-    names = ("decoder_attention_heads", "num_attention_heads")
-    return next((found for found in (getattr(config, name, None) for name in names) if isinstance(found, int)), None)
+def project_heads(hidden_BQE: Tensor, head_dim: int, *projections: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Project hidden states to queries, keys and values [B,heads,Q,D] by the three projections, for `project`."""
+    q, k, v = (heads_first(projection(hidden_BQE), head_dim) for projection in projections)
+    return q, k, v
 
 
 def source_module(attn: nn.Module) -> Any:

@@ -62,7 +62,8 @@ FAMILIES = (
     _make_row("youtu",       "Youtu",       "Youtu: latent attention"),
     _make_row("persimmon",   "Persimmon",   "Persimmon: partial rotary positions, query and key norms", rotary=True,
          projection="dense"),
-    Llama4Adapter(),
+    Llama4Adapter("llama4", "transformers.models.llama4.modeling_llama4.Llama4TextAttention",
+         "Llama 4: three of four layers attend in chunks, the others have no positions"),
 )
 # fmt: on
 

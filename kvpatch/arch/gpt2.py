@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import KVPatchError
 from .adapter import IN_HIDDEN_STATES, Adapter, heads_first
 
 
@@ -40,7 +39,3 @@ class GPT2Adapter(Adapter):
 
     def max_positions(self, config: Any) -> int | None:
         return config.max_position_embeddings
-
-    def check(self, model: nn.Module) -> None:
-        if getattr(model.config, "add_cross_attention", False):
-            raise KVPatchError("This GPT-2 has cross-attention layers (add_cross_attention=True): kvpatch serves decoders.")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .adapter import Adapter, heads_first, source_module
+from .adapter import Adapter, heads_first, project_heads, source_module
 
 
 class GPTJAdapter(Adapter):
@@ -42,8 +42,7 @@ class GPTJAdapter(Adapter):
 
     def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to queries, keys and values [B,heads,Q,D]; `project` then rotates the first two."""
-        q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
-        return q, k, v
+        return project_heads(hidden_BQE, attn.head_dim, attn.q_proj, attn.k_proj, attn.v_proj)
 
     def without_rotation(self, call: dict[str, Any]) -> dict[str, Any]:
         """Return a forward's arguments with which it rotates nothing: sines are 0 and cosines 1. `call` does not change.

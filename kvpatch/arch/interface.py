@@ -196,10 +196,10 @@ class InterfaceAdapter(Adapter):
 
     def check(self, model: nn.Module) -> None:
         """Raise KVPatchError for `Target.find`, at patched(), if a model is no causal decoder or has unknown layer types."""
-        config: Any = model.config
-        for name in ("use_bidirectional_attention", "add_cross_attention"):
-            if (value := getattr(config, name, False)) and value != "vision":  # "vision": images are refused when they come
-                raise KVPatchError(f"This {type(model).__name__} has {name}={value}: kvpatch serves causal decoders.")
+        super().check(model)
+        flag, config = "use_bidirectional_attention", model.config
+        if (value := getattr(config, flag, False)) and value != "vision":  # "vision": images are refused when they come
+            raise KVPatchError(f"This {type(model).__name__} has {flag}={value}: kvpatch serves causal decoders.")
         for name, module in model.named_modules():
             if qualified_name(module) not in self.classes or is_cross_attention(name, module):
                 continue

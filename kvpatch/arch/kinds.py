@@ -61,6 +61,12 @@ def position_limit(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
 
 
+def query_heads(config: Any) -> int | None:
+    """Return the number of a decoder's query heads, or None; in BART's configuration num_attention_heads is the encoder's."""
+    names = ("decoder_attention_heads", "num_attention_heads")
+    return next((found for found in (getattr(config, name, None) for name in names) if isinstance(found, int)), None)
+
+
 def knows_number(attn: Any) -> bool:
     """Tell whether an attention module knows the number of its layer; in a block that several layers share it does not."""
     number = getattr(attn, "layer_idx", None)

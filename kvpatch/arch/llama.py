@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .adapter import Adapter, source_module
+from .adapter import Adapter, project_heads, source_module
 from .rotary import Rotary
 
 
@@ -29,11 +29,7 @@ class LlamaAdapter(Rotary, Adapter):
 
     def project_unrotated(self, attn: Any, hidden_BQE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to queries, keys and values [B,heads,Q,D]; `project` calls this, then rotates the first two."""
-        by_head = (*hidden_BQE.shape[:-1], -1, attn.head_dim)
-        q = attn.q_proj(hidden_BQE).view(by_head).transpose(1, 2)
-        k = attn.k_proj(hidden_BQE).view(by_head).transpose(1, 2)
-        v = attn.v_proj(hidden_BQE).view(by_head).transpose(1, 2)
-        return q, k, v
+        return project_heads(hidden_BQE, attn.head_dim, attn.q_proj, attn.k_proj, attn.v_proj)
 
     def kv_shape(self, attn: nn.Module) -> tuple[int, int]:
         return attn.config.num_key_value_heads, attn.head_dim  # type: ignore[union-attr, return-value]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import KVPatchError
-from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, heads_first, qualified_name, source_module
+from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, project_heads, qualified_name, source_module
 from .kinds import NO_DECODER, make_encoder_error, position_limit
 
 
@@ -30,8 +30,7 @@ class SeparateAdapter(Adapter):
         self.name, self.classes, self.summary, self.learned, self.one_mask = name, (attention,), summary, learned, one_mask
 
     def project(self, attn: Any, hidden_BQE: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (heads_first(proj(hidden_BQE), attn.head_dim) for proj in (attn.q_proj, attn.k_proj, attn.v_proj))
-        return q, k, v
+        return project_heads(hidden_BQE, attn.head_dim, attn.q_proj, attn.k_proj, attn.v_proj)
 
     def dropout(self, attn: Any) -> float:
         return attn.dropout
@@ -44,12 +43,11 @@ class SeparateAdapter(Adapter):
 
     def check(self, model: nn.Module) -> None:
         """Raise KVPatchError for `Target.find` if a model has cross-attention, or learned prompt keys outside the cache."""
-        name, config = type(model).__name__, model.config
-        if getattr(config, "add_cross_attention", False):
-            raise KVPatchError(f"This {name} has add_cross_attention=True: kvpatch serves causal decoders.")
+        super().check(model)
         if getattr(model, "use_prompt", False):
             raise KVPatchError(
-                f"This {name} has use_prompt=True: its prompts are keys and values outside the cache, which no budget counts."
+                f"This {type(model).__name__} has use_prompt=True: its prompts are keys and values outside the cache, which no "
+                "budget counts."
             )
 
 
@@ -78,8 +76,7 @@ class BertAdapter(SeparateAdapter):
         return core(*self.project(attn, hidden_BQE, **call)), None
 
     def project(self, attn: Any, hidden_BQE: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (heads_first(proj(hidden_BQE), attn.attention_head_size) for proj in (attn.query, attn.key, attn.value))
-        return q, k, v
+        return project_heads(hidden_BQE, attn.attention_head_size, attn.query, attn.key, attn.value)
 
     def scale(self, attn: Any) -> float:
         return attn.attention_head_size**-0.5

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adapter import query_heads
 from .interface import OTHERS, STATES
+from .kinds import query_heads
 
 PARAMETERS = 40_000_000
 """Parameters that a twin may have, so that checking it takes seconds."""

@@ -31,8 +31,6 @@ def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
     """
     bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
     _refuse_bad(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
-    if not call.slots.is_initialized:  # the layer has no buffers, so no state
-        return
     positions_BHT = call.slots.view()[2]
     for name, tensor in call.slots.state_view().items():
         if tensor.is_floating_point():

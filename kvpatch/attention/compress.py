@@ -33,17 +33,14 @@ class PromptEnd:
 
     Lists of numbers have one list for each row, with a number for each head of all processes.
 
-    tokens_before: held before the prompt. protected_B: tokens of each row, by the policy. budget_B: tokens that a head may hold
-    beside the `fixed` ones. held: tokens of each head. fixed: those of them that are kept outside the budget. keep: the most
-    that each head may hold. context, keys: the eviction context and the eviction keys by score alone; only layers that evict
-    have them. like_BHGD: an empty tensor with the shape of a decode step's queries.
+    tokens_before: held before the prompt. protected_B: tokens of each row, by the policy. held: tokens of each head. fixed:
+    those of them that are kept outside the budget. keep: the most that each head may hold. context, keys: the eviction context
+    and the eviction keys by score alone; only layers that evict have them.
     """
 
     call: Call
     tokens_before: int
     protected_B: list[int]
-    like_BHGD: Tensor
-    budget_B: list[int] = field(init=False)
     held: list[list[int]] = field(init=False)
     fixed: list[list[int]] = field(init=False)
     keep: list[list[int]] = field(init=False)
@@ -71,21 +68,19 @@ class PromptEnd:
         `_compress_group` begins with it. It waits for the device if the host does not know how many tokens heads hold.
         everyone: the processes that hold the layer's heads. share_base_B: tokens of each row that a share `k` refers to.
         """
-        self.budget_B = _list_budgets(self.call)
         self.held, self.fixed = _count_held(self.call, self.tokens_before, everyone)
         budget_BH = [self.call.rule.heads(n, len(row)) for n, row in zip(self.call.now.share_base_B, self.fixed, strict=True)]
         self.keep = [list(map(sum, zip(row, budgets, strict=True))) for row, budgets in zip(self.fixed, budget_BH, strict=True)]
 
     def least(self, share: Adaptive) -> list[list[int]]:
         """Return how many tokens each head keeps in any case, by row, before `_share_budget` divides the rest by scores."""
-        least_B = list(map(share.least, self.budget_B, self.protected_B))
+        least_B = map(share.least, _list_budgets(self.call), self.protected_B)
         return [[n + least for n in row] for row, least in zip(self.fixed, least_B, strict=True)]
 
     @property
     def empty(self) -> Tensor | None:
         """Empty slots [B,H,T], or None if there are none."""
-        slots = self.call.slots
-        return slots.positions[:, :, : slots.columns_used] < 0 if slots.may_have_empty else None
+        return self.call.positions_BHT < 0 if self.call.slots.may_have_empty else None
 
     @property
     def newest_B11(self) -> Tensor:
@@ -134,7 +129,7 @@ class PromptEnd:
         return policy.eviction_keys(self.context, self.empty)
 
 
-def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> None:
+def end_prompt(call: Call, past: int, nominal_B: list[int]) -> None:
     """End a prompt in a layer that has attended to it: evict down to its budget, and move the kept tokens to new buffers.
 
     `read_prompt` calls it once per layer. Layers that share one budget (`together`) wait in `waiting_layers` until the last of
@@ -142,8 +137,7 @@ def end_prompt(call: Call, past: int, nominal_B: list[int], q_BHGQD: Tensor) -> 
     `finish`. nominal_B: tokens of each row that the policy protects. The host waits for the device only if heads share a budget
     by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
-    # of the queries only the shape of a decode step's is kept, to choose a backend by
-    now, end = call.now, PromptEnd(call, past, nominal_B, q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))
+    now, end = call.now, PromptEnd(call, past, nominal_B)
     sharing = [layer for layer in call.settings.together if layer < len(call.cache.layers)]
     together = call.layer in sharing
     if now.reread_ids_BN is not None or together:
@@ -183,7 +177,7 @@ def finish_group(group: list[PromptEnd]) -> None:
     for end in group:
         end.call.note_evictions(find_newest(end.call))
         if end.call.now.final:
-            choose_step_backends(end.call, end.like_BHGD)
+            choose_step_backends(end.call)
 
 
 def _compress_group(group: list[PromptEnd]) -> None:
@@ -225,7 +219,7 @@ def _compress_group(group: list[PromptEnd]) -> None:
         counts, keeps = ([row[heads] for row in rows] for rows in (count, keep))
         slots, order = end.call.slots, end.key_for_eviction(counts, everyone) if scored else None
         if order is None and (now.keeps_all or slots.may_have_empty):
-            order = slots.positions[:, :, : slots.columns_used]
+            order = end.call.positions_BHT
         uneven = everyone.size > 1 and not (_are_equal(counts) and _are_equal(keeps))
         with _count_move(end.call):
             _compress_layer(end.call, order, everyone.select_numbers(counts), everyone.select_numbers(keeps), uneven, scored)
@@ -270,19 +264,15 @@ def _count_move(call: Call) -> Iterator[None]:
 def _keep_all(call: Call) -> None:
     """End a prompt of a layer that never evicts: round its keys and values (`bits=`), and move them to buffers with spare room.
 
-    `finish_group` calls it. Then the layer's mode is set: tokens of decode steps are appended. If torch.compile compiles these
-    steps (`static_room`), buffers keep their size: tokens go into the empty slots at the end of each head's buffer.
+    `finish_group` calls it. Then the layer's mode is set, for tokens of decode steps.
     """
     slots = call.slots
     if not call.now.final:  # another block of the prompt follows
         slots.round()
         return
+    B, H, _ = slots.positions.shape
     slots.allocate(None, None, Layout([slots.columns_used + _count_spare(call, slots.columns_used)]))
-    if call.cache.plans.static_room is not None:  # compiled steps
-        slots.may_have_empty = True
-        slots.start_growing(slots.positions.new_full(slots.positions.shape[:2], slots.columns_used))
-    else:
-        slots.start_appending()
+    _start_keeping(call, None, [slots.columns_used] * (B * H))
 
 
 def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
@@ -295,7 +285,7 @@ def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[in
     """
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
-    positions, keeps_prompt = slots.positions[:, :, : slots.columns_used], call.policy.schedule == "decode"
+    positions, keeps_prompt = call.positions_BHT, call.policy.schedule == "decode"
     fixed_B, fixed_end_B = (now.n_B, None) if keeps_prompt else ([0] * B, now.kept_below_B)
     held_B = None if slots.may_have_empty else [slots.columns_used] * B
     if not past:
@@ -349,7 +339,7 @@ def _compress_layer(
     moves = evicts and call.rule.moves
     unequal = evicts and (uneven or moves or min(room) != max(room))  # some heads evict while others are below budget
     if order is None and unequal:
-        order = slots.positions[:, :, : slots.columns_used]
+        order = call.positions_BHT
     # choose the tokens to keep: their slots `index` [B,H,K], and `kept`, False where a head has fewer than K
     index, kept = (None, None) if order is None else select_top(order, _fill_counts(call, count), counts)
     if scored and index is not None:
@@ -401,8 +391,9 @@ def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: l
 def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:
     """Set the mode of a layer that keeps all later tokens: they go into empty slots of each head, or after the used columns.
 
-    `_compress_layer` calls it for policies that evict at prompts alone. counts: tokens of each head. `kv.appends`: the storage
-    can append a column to all heads at once. `static_room`: torch.compile compiles the steps, and buffers keep their size.
+    `_keep_all` calls it, and `_compress_layer` for policies that evict at prompts alone. counts: tokens of each head.
+    `kv.appends`: the storage can append a column to all heads at once. `static_room`: torch.compile compiles the steps, and
+    buffers keep their size.
     """
     slots, held = call.slots, max(counts)
     if kept is not None and not slots.kv.appends:
@@ -474,7 +465,7 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
         slots.mass_BH = mass / call.now.copy([n * call.group for n in call.now.n_B], mass.device)[:, None]
     else:
         if slots.may_have_empty:
-            received = received.masked_fill(slots.positions[:, :, : slots.columns_used] < 0, 0.0)
+            received = received.masked_fill(call.positions_BHT < 0, 0.0)
         slots.mass_BH = mass / received.sum(-1).clamp_min(torch.finfo(received.dtype).tiny)
 
 
@@ -495,7 +486,7 @@ def set_limits(call: Call) -> list[int]:
         protected = [sorted(p for p in row if p >= 0) for row in marked.tolist()]
     fixed_B = now.n_B if call.policy.schedule == "decode" else now.kept_below_B or [0] * B
     sizes = tuple(
-        call.policy.scope.limits(b, n, marks, call.score, fixed, rows)
+        call.policy.scope.limits(b, n, marks, call.policy.needs, fixed, rows)
         for b, n, marks, fixed, rows in zip(_list_budgets(call), now.n_B, protected, fixed_B, now.rows_B, strict=True)
     )
     if call.rule.weighs:
@@ -517,7 +508,7 @@ def _set_quotas(call: Call) -> list[int]:
     the prompt's length.
     """
     slots, sizes_B = call.slots, (_list_budgets(call), call.now.share_base_B)
-    span, held = slots.state["span"][:, :, : slots.columns_used], slots.positions[:, :, : slots.columns_used] >= 0
+    span, held = slots.state["span"][:, :, : slots.columns_used], call.positions_BHT >= 0
     slots.statistic("quota", slots.state["span"])[:, :, : slots.columns_used] = find_quotas(span, *sizes_B)
     return count_quotas(span, held, *sizes_B)
 
@@ -530,7 +521,7 @@ def _warn_of_cut_sizes(call: Call) -> None:
     if not rows:
         return
     budget, n = min(rows)
-    for name, size, fits, needs in call.policy.scope.list_cut_sizes(budget, call.score):
+    for name, size, fits, needs in call.policy.scope.list_cut_sizes(budget, call.policy.needs):
         give = f"Give {name}={fits} or less, or k={needs} or more." if fits else f"Give k={needs} or more."
         settings.notices.say(
             name,
@@ -549,7 +540,7 @@ def _warn_of_scores(call: Call, value_BHT: Tensor) -> None:
         return
     broken = value_BHT.isnan()
     if call.slots.may_have_empty:
-        broken &= call.slots.positions[:, :, : call.slots.columns_used] >= 0
+        broken &= call.positions_BHT >= 0
     notices.say_if(
         broken.any(),
         "nan",

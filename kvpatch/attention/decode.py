@@ -162,14 +162,16 @@ def choose_backend(call: Call, q_BHGD: Tensor) -> str:
     return call.cache.backend_choice.of(*_describe_case(call, q_BHGD))
 
 
-def choose_step_backends(call: Call, q_BHGD: Tensor) -> None:
+def choose_step_backends(call: Call) -> None:
     """Choose the backends of the coming decode steps, since a step that torch.compile traces cannot choose.
 
     `finish_group` calls it for each layer as a prompt ends. It does so only if tokens go into free slots. The cases that may
     come: with gradients or without them, and with empty slots to mask (`padding`) or without.
     """
-    if call.slots.mode.fills_free_slots:
-        task, case = _describe_case(call, q_BHGD)
+    slots = call.slots
+    if slots.mode.fills_free_slots:
+        shape = *slots.positions.shape[:2], call.group, slots.kv.sizes[0]  # of a step's queries
+        task, case = _describe_case(call, torch.empty(shape, dtype=slots.dtype, device=call.device))
         for padding, gradients in product((case.padding, True), (case.gradients, False)):
             call.cache.backend_choice.foresee(task, replace(case, padding=padding, gradients=gradients))
 

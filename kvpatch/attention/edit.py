@@ -70,10 +70,9 @@ class EditEnd(PromptEnd):
 
     def count(self, everyone: Parallel) -> None:
         """Set `held` (tokens of each head), `fixed` (zeros: all count) and `keep` (its old budget), for `_compress_group`."""
-        slots = self.call.slots
-        self.held = (slots.positions[:, :, : slots.columns_used] >= 0).sum(-1).tolist()
+        self.held = (self.call.positions_BHT >= 0).sum(-1).tolist()
         self.fixed = [[0] * len(row) for row in self.held]
-        self.keep = slots.own_budget_BH1[..., 0].tolist()
+        self.keep = self.call.slots.own_budget_BH1[..., 0].tolist()
 
     @property
     def newest_B11(self) -> Tensor:
@@ -113,14 +112,14 @@ class EditEnd(PromptEnd):
         return keys.masked_fill(kept, LAST)
 
 
-def end_edit(call: Call, past: int, q_BHGQD: Tensor) -> None:
+def end_edit(call: Call, past: int, new: int) -> None:
     """End an edit (tokens read into the middle of a text) in a layer: evict down to each head's old budget, in new buffers.
 
-    `read_prompt` calls it. past: slots in use before the edit's tokens. `needs.sums`: sums of attention that scores read.
+    `read_prompt` calls it. past: slots in use before the edit's `new` tokens. `needs.sums`: sums of attention that scores read.
     """
     if call.evicts and call.policy.needs.sums:
-        _count_unseen(call, past, q_BHGQD.shape[3])
-    finish_group([EditEnd(call, past, [], q_BHGQD[:, :, :, 0].new_empty(q_BHGQD[:, :, :, 0].shape))])
+        _count_unseen(call, past, new)
+    finish_group([EditEnd(call, past, [])])
 
 
 def _count_unseen(call: Call, past: int, new: int) -> None:

@@ -353,9 +353,9 @@ class Call(LayerRead):
 
         `finish_group` and `_end_step` call it after the layer has evicted.
         """
-        lifetimes, slots = self.cache.lifetimes, self.slots
+        lifetimes = self.cache.lifetimes
         if lifetimes is not None:
-            lifetimes.note_evictions(self.layer, slots.positions[:, :, : slots.columns_used], newest_B11 + 1)
+            lifetimes.note_evictions(self.layer, self.positions_BHT, newest_B11 + 1)
 
     def rotated_back(self, x_BHTD: Tensor, positions_BHT: Tensor) -> Tensor:
         """Return queries or keys with their rotation undone, in the dtype of scores, for scores that leave positions out.

@@ -68,9 +68,9 @@ def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> 
         call.cache.meter.count(nbytes_before, nbytes_held, nbytes_held)  # for the report's peak of memory
         if after_edit is not None:
             after_edit.show()
-            end_edit(call, past, q_BHGQD)
+            end_edit(call, past, q_BHGQD.shape[3])
         elif now.ends_prompt:
-            end_prompt(call, past, protected_B, q_BHGQD)
+            end_prompt(call, past, protected_B)
     return attended.out
 
 

@@ -150,14 +150,11 @@ class LayerStack:
             self.slots.write_entry(self.call.entry_ahead(like, self.call.positions_BQ))
 
     def close(self) -> None:
-        """Write norms of the token's values for all layers, and count its column; `run_step` then lets the stack evict.
-
-        `mode.adds`: 1 if the token was appended after the used columns, 0 if it went into a free slot.
-        """
+        """Write norms of the token's values for all layers, and count its column; `run_step` then lets the stack evict."""
         if self.norms_LNB is not None:
             norm_LBH = self.norms_LNB.unflatten(1, (self.H, -1)).mean(2).transpose(1, 2)
             self.slots.write_entry({"norm": norm_LBH.reshape(-1, self.H, 1)})
-        self.slots.columns_used += self.slots.mode.adds
+        self.slots.columns_used += not self.slots.mode.fills_free_slots  # 1 if the token was appended
 
     def leave_kernels(self, backend: str) -> None:
         """Go on with another backend, as `run_step` could not launch the first layer's kernel; write the token's position."""
@@ -169,9 +166,8 @@ class LayerStack:
 
         `_run_torch` and FusedByTorch call it in each layer, whose softmax is written there. After the last layer the stack adds
         the whole buffer to its scores' sums. The first call allocates it; `p_BHGT` is the part of the present T columns.
-        `mode.adds`: columns that this step appends, 0 or 1.
         """
-        T = self.slots.columns_used + self.slots.mode.adds
+        T = self.slots.columns_used + (not self.slots.mode.fills_free_slots)  # 1 more if the token is appended
         if self.p_BHGT is None or self.p_BHGT.shape[-1] != T:
             shape = len(self.slots.positions), self.H, call.group
             if self.buffer_N is None:

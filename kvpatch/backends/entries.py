@@ -182,11 +182,6 @@ class Latent:
         """Tell whether the keys' entries are their numbers."""
         return self.whole.exact
 
-    @property
-    def bits(self) -> int:
-        """Bits of the keys' numbers."""
-        return self.whole.bits
-
     def within(self, entries: Tensor) -> Tensor:
         """Return the part of the keys' entries that attention takes for values: a view."""
         return entries[..., : self.D] if self.exact else entries

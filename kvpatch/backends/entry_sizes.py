@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 FULL = 16  # `bits` of entries in the model's own precision
+BITS = (FULL, 8, 4)
 GROUP = 32  # channels of a key that share a scale, at most
 
 

@@ -204,16 +204,14 @@ class HeadOffsets:
         is_taken = kept_BHK.flatten(0, 1)[head, in_range] & (column == in_range)
         return entries_FD.masked_fill_(~is_taken[:, None], 0)
 
-    def unpack_entries(self, entries_FD: Tensor, B: int, H: int, width: int) -> Tensor:
+    def unpack_entries(self, entries_FD: Tensor, B: int, H: int) -> Tensor:
         """Return flat entries [F,D] (all heads' keys or values, end to end) as dense slots [B,H,width,D]; free ones are 0.
 
-        `RaggedSlots.make_dense` calls it where heads must have equally many slots: to append a prompt, or to score keys. width:
-        slots for each head, `self.width` (those of the longest) or more.
+        `RaggedSlots.make_dense` calls it where heads must have equally many slots: to append a prompt, or to score keys.
         """
-        head, column = self.places()  # of each flat entry
-        padded = entries_FD.new_zeros(B * H * width, entries_FD.shape[-1])
-        padded[head * width + column] = entries_FD
-        return padded.view(B, H, width, -1)
+        padded = entries_FD.new_zeros(B * H * self.width, entries_FD.shape[-1])
+        padded[self.slot_F.long()] = entries_FD
+        return padded.view(B, H, self.width, -1)
 
     def select_heads(self, heads_N: Tensor) -> tuple[HeadOffsets, Tensor]:
         """Return new offsets for the heads `heads_N` (numbers, may repeat), and the indices of the entries to copy for them.
@@ -225,10 +223,6 @@ class HeadOffsets:
         new = HeadOffsets([self.capacities[n] for n in numbers], [self.filled[n] for n in numbers], heads_N.device)
         head, column = new.places()  # of each new entry
         return new, self.begin_N[heads_N[head]] + column
-
-    def resized(self, capacities: list[int], filled: list[int]) -> HeadOffsets:
-        """Return offsets of the same heads with other capacities, where slots are added or dropped; `move` copies entries."""
-        return HeadOffsets(capacities, filled, self.begin_N.device)
 
     def move(self, entries_FD: Tensor, new: HeadOffsets) -> Tensor:
         """Return a copy of entries [F,D] in the segments of `new`, for the same heads. Slots that do not fit must be free.

@@ -235,13 +235,3 @@ class StepSlots(Protocol):
     def mode(self) -> FreeSlots:
         """The slot of each head that the next token goes to."""
         ...
-
-
-class Backend(Protocol):
-    """Interface that all backends share; the functions of their tasks are listed at the top of this file."""
-
-    NAME: str
-
-    def reason(self, task: Task, case: Case) -> str | None:
-        """Return an error message for the user if this backend cannot perform the task, or None if it can."""
-        ...

@@ -28,7 +28,6 @@ from ..policies.windows import find_oldest
 from .entries import dot, mix
 from .protocol import Case, Geometry, Keys, Task
 
-NAME = "torch"
 CPU_BLOCK = 1 << 22  # probabilities of one block on the CPU: 16 MiB; smaller blocks spend more on calls than caches save
 DEVICE_BLOCK = 1 << 26  # on other devices: 256 MiB
 MASK_BLOCK = 1 << 22  # entries of an explicit mask on the CPU

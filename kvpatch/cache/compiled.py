@@ -73,8 +73,7 @@ def begin_step(cache: TextState, max_positions: int | None, real_BT: Tensor | No
         torch._assert_async((cache.lengths_B < max_positions).all(), NO_POSITIONS)
     if any(layer.mode.has_short_heads for layer in cache.layers):  # up to `limit` columns there is room
         torch._assert_async(cache.counters.tensors.columns < cache.counters.tensors.limit, NO_ROOM)
-    if cache.keeps_ids:
-        cache.counters.tensors.write_tape(ids_B1)
+    cache.counters.tensors.write_tape(ids_B1)
     # positions of the new tokens: none of them belongs to a prompt, and none ends one
     cache.now = Forward(cache.lengths_B[:, None], 0, False, traced=True)
     for layer in cache.layers:

@@ -76,12 +76,12 @@ def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
     new.lifetimes = Lifetimes.join_parts([cache.lifetimes for cache in caches])  # when tokens were evicted
     _set_steps(new, caches)
     new.states.join([cache.states for cache in caches])
-    columns, limits = int(new.lengths_B.max()), _JoinedLimits()
+    columns = int(new.lengths_B.max())
     edited = any(cache.rows.columns_at_edit for cache in caches)
     new.rows.columns_at_edit = columns if edited else 0  # crop() cannot go back over an edit
     new.model_stamp = ModelStamp.join_parts([cache.model_stamp for cache in caches], [len(cache.lengths_B) for cache in caches])
-    if new.keeps_ids:
-        new.ids = TokenIds.join_parts([(cache.ids, cache.lengths_B) for cache in caches], columns)
+    new.ids = TokenIds.join_parts([(cache.ids, cache.lengths_B) for cache in caches], columns)
+    limits: dict[tuple[int, ...], Limits] = {}
     for index, layer in enumerate(new.layers):
         _join_layer(layer, [cache.layers[index] for cache in caches], limits)
         layer.columns_read = columns
@@ -129,31 +129,15 @@ def _set_steps(new: TextState, caches: Sequence[TextState]) -> None:
         new.counters.temperature_steps_B = span_B.to(new.lengths_B.device)
 
 
-class _JoinedLimits:
-    """Protected sizes of joined layers; layers that shared one object still do."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[int, ...], Limits] = {}
-
-    def join(self, parts: list[Limits]) -> Limits:
-        """For `_join_layer`: return the limits (protected sizes) of a joined layer, by the limits of its `parts`.
-
-        The same `parts` give the same object: only layers that share it can be stacked, to take decode steps as one.
-        """
-        key = tuple(map(id, parts))
-        if key not in self.known:
-            self.known[key] = Limits.cat(parts)
-        return self.known[key]
-
-
 # ---- one layer ----
 
 
-def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -> None:
+def _join_layer(new: SlotLayer, parts: list[SlotLayer], joined_limits: dict[tuple[int, ...], Limits]) -> None:
     """Fill the empty layer `new` with the rows of `parts`, the same layer of each cache, for `_join_caches` and `lay_out_anew`.
 
     Keys and values stay where they are if the storage allows it (an engine's pages), else they are copied in text order. Also
-    sets the mode, which says where the next token goes.
+    sets the mode, which says where the next token goes. joined_limits: limits (protected sizes) of joined layers, by the ids of
+    their parts' limits: layers that shared an object share one again, and only such layers are stacked, to step as one.
     """
     first = parts[0]
     # what all rows have in common, then what is per row or head
@@ -161,7 +145,9 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], limits: _JoinedLimits) -
     new.sliding, new.geometry = first.sliding, first.geometry
     new.output_rows, new.record_past = first.output_rows, any(part.record_past for part in parts)
     if first.limits is not None:
-        new.limits = limits.join([part.limits for part in parts if part.limits is not None])
+        limits = [part.limits for part in parts if part.limits is not None]
+        key = tuple(map(id, limits))
+        joined_limits[key] = new.limits = joined_limits[key] if key in joined_limits else Limits.cat(limits)
     for head_tensor in HEAD_TENSORS:  # with a number for each head, such as its budget
         setattr(new, head_tensor.name, head_tensor.join(parts))
     for name, note in first.need_notes.items():  # what the policy remembers of the layer
@@ -192,7 +178,7 @@ def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
     """
     new, before = copy.copy(part), layer.kv.nbytes
     new.reset()
-    _join_layer(new, [part], _JoinedLimits())
+    _join_layer(new, [part], {})
     new.columns_read, new.limits = part.columns_read, part.limits  # layers that share their limits can be stacked
     vars(layer).update(vars(new))  # the same object, for prepared decode steps hold it
     cache.meter.now += layer.kv.nbytes - before  # bytes allocated
@@ -270,10 +256,10 @@ def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved:
         steps = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
         # an eviction of several tokens leaves several slots empty, though all were taken when the parts were joined
         new.may_have_empty = new.kv.head_offsets is not None or steps > 0 or min(counts) + 1 < C or new.evict_interval > 1
-        new.start_evicting(steps, next_BH if moved else None)
+        new.start_evicting(steps, next_BH if moved else None, counts, goals)
     elif not new.kv.appends:  # slots to which no columns can be appended
         new.may_have_empty = True
-        new.start_growing(next_BH)
+        new.start_growing(next_BH, counts)
     else:
         new.columns_used, new.may_have_empty = longest, min(counts) < longest
         new.start_appending()

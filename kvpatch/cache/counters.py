@@ -18,7 +18,7 @@ class DeviceCounters:
     int64, that of a column in the place of its number modulo N.
     """
 
-    def __init__(self, device: torch.device, B: int = 1, room: int = 0) -> None:
+    def __init__(self, device: torch.device, B: int, room: int) -> None:
         self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
         self.steps, self.temperature_steps = torch.zeros((), device=device), torch.zeros((), device=device)
         self.tape_BN = torch.full((B, max(TAPE, room)), UNKNOWN, device=device)

@@ -175,12 +175,11 @@ def _describe_padding(real_B: list[int], columns: int) -> Padding | None:
     return Padding(columns, any(0 < count < columns for count in real_B), False, real_B)
 
 
-def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[int], final: bool) -> list[Forward]:
+def split_blocks(now: Forward, block: int, before_B: list[int]) -> list[Forward]:
     """For `passes.begin`: return one Forward per block of `block` columns of the prompt that is to be read, in order.
 
     Each layer reads and compresses them one by one. If some columns are padding, `now.packing_BQ` is set to the order of
-    columns that puts each row's tokens first. before_B, after_B: tokens of each row before and after these columns. final: the
-    prompt ends with them.
+    columns that puts each row's tokens first. before_B: tokens of each row before these columns.
     """
     # of the prompt's columns: marks of `protect=`, spans of `quota=`, and positions
     P, protect_BQ, span_BQ = now.prompt_columns, now.protect_BQ, now.quota_span_BQ
@@ -191,7 +190,7 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
         protect_BQ = None if protect_BQ is None else protect_BQ[:, :P].gather(1, now.packing_BQ)
         span_BQ = None if span_BQ is None else span_BQ[:, :P].gather(1, now.packing_BQ)
     # cut the columns into blocks
-    counts_B = [after - before for before, after in zip(before_B, after_B, strict=True)]
+    counts_B = [after - before for before, after in zip(before_B, now.n_B, strict=True)]
     blocks = []
     for start in range(0, P, block):
         stop = min(start + block, P)
@@ -210,7 +209,7 @@ def split_blocks(now: Forward, block: int, before_B: list[int], after_B: list[in
                 kept_below_B=now.kept_below_B,
                 keeps_all=now.keeps_all,
                 rows_B=rows_B,
-                final=final and stop == P,
+                final=now.ends_prompt and stop == P,
                 reserve=min(block, P - stop) or block,  # columns that the next block needs
                 repeatable=now.repeatable,  # for gradient checkpointing
                 rotary_table=now.rotary_table,

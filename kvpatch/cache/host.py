@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,21 +17,6 @@ from ..errors import KVPatchError
 FEWEST = 256  # rows of a store
 GROWTH = 1.25  # of a store that is full
 MEMORY = Path("/proc/meminfo")
-
-
-class HostRows(Protocol):
-    """A store of rows [N,E] of one dtype, which keeps what it has when it grows."""
-
-    rows_NE: Tensor
-
-    def resize(self, count: int) -> None:
-        """Make room for `count` rows."""
-
-    def release(self) -> None:
-        """Let go of the memory of rows that can be read again."""
-
-    def wait(self) -> None:
-        """Wait until the host can read what a device has written."""
 
 
 class PinnedRows:
@@ -63,7 +47,6 @@ class MappedRows:
 
     def __init__(self, width: int, dtype: torch.dtype, folder: Path | None) -> None:
         """Open a file for a layer's rows (keys and values), for `HostLayer.begin`. folder: None for the system's."""
-        self.width, self.dtype = width, dtype
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the rows are used
         self._map: mmap.mmap | None = None
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
@@ -73,7 +56,8 @@ class MappedRows:
 
         `HostLayer.append` calls it when the layer's store is full.
         """
-        size = count * self.width * self.dtype.itemsize
+        width, dtype = self.rows_NE.shape[1], self.rows_NE.dtype
+        size = count * width * dtype.itemsize
         try:
             _reserve(self._file.fileno(), size)
         except OSError as error:
@@ -82,7 +66,7 @@ class MappedRows:
                 f"which has no room ({error}): give offload_folder='/a/folder' on a larger disk, or shorten the text."
             ) from error
         self._map = mmap.mmap(self._file.fileno(), size)
-        self.rows_NE = torch.frombuffer(self._map, dtype=self.dtype).view(count, self.width)
+        self.rows_NE = torch.frombuffer(self._map, dtype=dtype).view(count, width)
 
     def release(self) -> None:
         """Let the system take the memory of the file's pages, once attention has read a layer: the file keeps the rows."""
@@ -137,7 +121,7 @@ class HostLayer(CacheLayerMixin):
         super().__init__()
         self.folder, self.length = folder, 0  # length: tokens held
         self.sizes: tuple[int, int, int] = (0, 0, 0)  # KV heads, and numbers of a key and of a value
-        self.store: HostRows
+        self.store: PinnedRows | MappedRows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the store for keys and values [1,H,Q,D] such as these."""

@@ -141,15 +141,14 @@ class _LayerState:
     """One layer's slots during the checks. limit_BH: slots of each head that may hold a token, not its budget."""
 
     def __init__(self, layer: SlotLayer, seen_B: Tensor) -> None:
-        """Derive, for `check_state`, the tensors that several checks compare. `check` runs them.
-
-        seen_B: tokens that each row has seen.
-        """
+        """Derive, for `check_state`, the tensors that several checks of `check` compare. seen_B: tokens of each row so far."""
         self.layer, self.seen_B11 = layer, seen_B[:, None, None]
         self.occupied = layer.positions >= 0
         self.held_BH = self.occupied.sum(-1)
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
-        self.limit_BH = layer.kv.count_usable(layer.columns_used, layer.mode.evicts).view_as(self.held_BH)  # slots in use
+        offsets, all_used = layer.kv.head_offsets, [layer.columns_used] * self.held_BH.numel()  # offsets: of a ragged layer
+        limits = all_used if offsets is None else offsets.filled if layer.mode.evicts else offsets.capacities
+        self.limit_BH = self.held_BH.new_tensor(limits).view_as(self.held_BH)  # slots in use
 
     def check(self, least: int, reading: bool) -> None:
         """For `check_state`, between passes: raise InvalidError if the layer contradicts itself.
@@ -260,12 +259,13 @@ class _LayerState:
         `mode.slack`: tokens that fit after the prompt before buffers must grow. `mode.grown`: how many of them have come.
         `layer.taken`: columns that hold tokens, the prompt's among them.
         """
-        layer, free_BH = self.layer, mode.free_BH
+        layer, free_BH, offsets = self.layer, mode.free_BH, self.layer.kv.head_offsets
         must(layer.may_have_empty, "no slot may be empty where tokens go into free slots")  # False says so
         self._check_all_used()
         must(mode.grown <= mode.slack, f"{mode.grown} of {mode.slack} free slots are taken")
         must(self.limit_BH - free_BH >= mode.slack - mode.grown, "fewer slots are free than it says")
-        must(free_BH.flatten() == layer.kv.next_free(layer.taken, mode.grown), "free_BH is not the slot after those taken")
+        next_BH = layer.taken if offsets is None else free_BH.new_tensor(offsets.filled).view_as(free_BH) + mode.grown
+        must(free_BH == next_BH, "free_BH is not the slot after those taken")
         age = free_BH[..., None] - self.column  # 1 at the newest
         must(~self.occupied | (age > 0), "a free slot is taken")
         recent = (age > 0) & (age <= mode.grown)

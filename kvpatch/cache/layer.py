@@ -444,29 +444,26 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """End a prompt: tokens are appended until all heads have reached their budget, after so many steps."""
         self.mode = Filling(steps)
 
-    def start_growing(self, next_BH: Tensor, counts: list[int] | None = None) -> None:
+    def start_growing(self, next_BH: Tensor, counts: list[int]) -> None:
         """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure_room`."""
-        self._open_slots(Growing(next_BH), counts)
+        self._open_slots(Growing(next_BH), counts, None)
 
-    def start_evicting(
-        self, steps: int, next_BH: Tensor | None = None, counts: list[int] | None = None, goals: list[int] | None = None
-    ) -> None:
+    def start_evicting(self, steps: int, next_BH: Tensor | None, counts: list[int], goals: list[int] | None) -> None:
         """Set `mode` to Evicting where a prompt ends: tokens go into free slots, and heads evict once they are at their budget.
 
         `_start_evicting` of attention/compress.py and `_set_mode` call it. steps: decode steps until all heads are at their
         budget. next_BH: slots for the first tokens; None: the first empty slot of each head. counts: tokens of each head.
-        goals: slots of each head at its budget. Both are computed if not given.
+        goals: slots of each head at its budget.
         """
         # which also measures the room for coming tokens
         self._open_slots(Evicting(self.empty_slots() if next_BH is None else next_BH, steps_until_full=steps), counts, goals)
 
-    def start_moving(self, counts: list[int] | None = None, goals: list[int] | None = None) -> None:
+    def start_moving(self, counts: list[int], goals: list[int] | None) -> None:
         """Set `mode` to Moving, for a budget that changes with the text: tokens go into empty slots, heads evict down to it.
 
         `_compress_layer` calls it where a prompt ends, `_join_layer` for joined rows, and `pack` after it has moved tokens.
         counts, goals: as in `start_evicting`.
         """
-        counts = self.counts() if counts is None else counts
         self.may_have_empty = True
         # packed_BH: tokens of each head now; a head that shrinks keeps its slots until they are given back
         self._open_slots(Moving(self.empty_slots(), packed_BH=self._by_head(counts)), counts, goals)
@@ -474,7 +471,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def _by_head(self, counts: list[int]) -> Tensor:
         return torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
 
-    def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int] | None, goals: list[int] | None = None) -> None:
+    def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int], goals: list[int] | None) -> None:
         """Set a mode in which every column is a slot; queries do not see the empty ones. counts, goals: see `measure_room`."""
         self.columns_used, self.in_text_order, self.mode = self.positions.shape[2], False, mode
         self.measure_room(counts, goals)
@@ -644,9 +641,9 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
     @property
     def taken(self) -> int:
-        """Columns in use; in mode Growing, where each column is in use as a slot, those that hold tokens."""
+        """Columns in use; in mode Growing, where each column of dense slots is in use, those that hold tokens."""
         mode, used = self.mode, self.columns_used
-        return self.kv.count_taken(used, mode.slack - mode.grown) if isinstance(mode, Growing) else used
+        return used - (mode.slack - mode.grown) if isinstance(mode, Growing) and self.kv.head_offsets is None else used
 
     def advance(self) -> None:
         """Make the slot after the new token's the free one in each head, at the end of a decode step that evicts nothing.

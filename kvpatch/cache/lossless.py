@@ -49,15 +49,16 @@ class LosslessCache(Unpicklable, Cache):
     those that the budget holds. The next layer's entries are copied meanwhile; on a CPU they are read from a mapped file.
 
     Attributes:
-        host_layers: the entries of all tokens.
+        layers: the entries of all tokens.
         drafts: the budgeted cache that the newest pass has filled. settings: of the patch.
         verified: what drafting came to.
     """
 
+    layers: list[HostLayer]  # type: ignore[assignment]
+
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
         """Make the cache of a new text. drafts: an empty cache on the budget. folder: of the files with all keys and values."""
-        self.host_layers = [HostLayer(folder) for _ in range(layers)]
-        super().__init__(layers=list(self.host_layers))
+        super().__init__(layers=[HostLayer(folder) for _ in range(layers)])
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()  # verified: counts of accepted drafts
         self.ids: list[int] = []  # of the tokens read
         self.kept_positions: list[int] = []  # positions of the tokens held: of all but those that were forgotten
@@ -75,7 +76,7 @@ class LosslessCache(Unpicklable, Cache):
         """Begin a pass, for `begin_pass`; return a new budgeted cache for it. Drops what an interrupted pass left."""
         self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
-        for layer in self.host_layers:
+        for layer in self.layers:
             layer.length = len(self.kept_positions)
         self.drafts = self._make_drafts()
         return self.drafts
@@ -99,7 +100,7 @@ class LosslessCache(Unpicklable, Cache):
 
     def check_room(self, tokens: int, nbytes: int, device: torch.device) -> None:
         """For `begin_pass`: raise KVPatchError unless the host has room for so many more tokens, of `nbytes` each."""
-        first = self.host_layers[0]
+        first = self.layers[0]
         held = len(first.store.rows_NE) if first.is_initialized else 0
         more = (first.count_rows(len(self.kept_positions) + tokens) - held) * nbytes
         if not more:
@@ -122,7 +123,7 @@ class LosslessCache(Unpicklable, Cache):
     def end(self) -> None:
         """After the decoder: add the pass's tokens to those read, and free what was copied or mapped for it."""
         self._staged.clear()
-        for layer in self.host_layers:
+        for layer in self.layers:
             layer.store.release()
         self.kept_positions += range(len(self.ids), len(self.ids) + len(self.pending_ids))
         self.ids += self.pending_ids
@@ -130,11 +131,11 @@ class LosslessCache(Unpicklable, Cache):
 
     def exchange(self, layer: int, k_1HQD: Tensor, v_1HQD: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """For `_borrow`, in each layer: store new keys, values; return earlier tokens' and their positions, on its device."""
-        stored, device = self.host_layers[layer], k_1HQD.device
+        stored, device = self.layers[layer], k_1HQD.device
         rows_TE = self._bring(layer, device) if stored.length else None  # copied to the device, or mapped
         stored.append(k_1HQD, v_1HQD)
         if layer:  # attention has run in the layer before
-            self.host_layers[layer - 1].store.release()  # its pages in host memory
+            self.layers[layer - 1].store.release()  # its pages in host memory
         if rows_TE is None:
             return None
         if self._positions_1T is None or self._positions_1T.device != device:  # the same for all layers
@@ -143,14 +144,14 @@ class LosslessCache(Unpicklable, Cache):
 
     def _bring(self, layer: int, device: torch.device) -> Tensor:
         """Return the rows of a layer's earlier tokens on its device, and count their bytes."""
-        self.verified.moved_nbytes += self.host_layers[layer].nbytes
-        return self.host_layers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
+        self.verified.moved_nbytes += self.layers[layer].nbytes
+        return self.layers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
         """Return a layer's rows (keys and values) on a GPU, for `_bring`, and start to copy the next layer's."""
         for i in (layer, layer + 1):
-            if i < len(self.host_layers) and i not in self._staged:
-                self._staged[i] = self._stage(self.host_layers[i], device)
+            if i < len(self.layers) and i not in self._staged:
+                self._staged[i] = self._stage(self.layers[i], device)
         rows_TE, done = self._staged.pop(layer)
         if done is not None:
             torch.cuda.current_stream(device).wait_event(done)
@@ -172,9 +173,9 @@ class LosslessCache(Unpicklable, Cache):
 
     def positions(self, layer: int) -> Tensor:
         """Return the positions of all tokens held, int64 [1,Hkv,T], on the host; of those on the budget: `drafts.positions`."""
-        checks.check_layer("layer", layer, len(self.host_layers))
+        checks.check_layer("layer", layer, len(self.layers))
         checks.check_filled(bool(self.ids))
-        return torch.tensor(self.kept_positions, device="cpu").repeat(1, self.host_layers[layer].sizes[0], 1)
+        return torch.tensor(self.kept_positions, device="cpu").repeat(1, self.layers[layer].sizes[0], 1)
 
     def held(self, layer: int) -> Tensor:
         """Count the tokens there for each KV head, int64 [1, Hkv]."""
@@ -188,7 +189,7 @@ class LosslessCache(Unpicklable, Cache):
 
     def check_invariants(self) -> None:
         """Raise InvalidError unless the budgeted cache is sound, and each layer has the keys and values of all tokens held."""
-        for index, layer in enumerate(self.host_layers):
+        for index, layer in enumerate(self.layers):
             if layer.length < len(self.kept_positions):  # an interrupted pass leaves more
                 raise InvalidError(
                     f"Layer {index} has the entries of {layer.length} tokens, and {len(self.kept_positions)} are there."
@@ -215,7 +216,7 @@ class LosslessCache(Unpicklable, Cache):
         if left < self.edited:
             raise KVPatchError(f"crop({tokens_to_remove}): the text was edited after {self.edited} tokens, and stays so.")
         del self.ids[left:], self.kept_positions[len(self.kept_positions) - count :]
-        for layer in self.host_layers:
+        for layer in self.layers:
             layer.length = min(layer.length, len(self.kept_positions))
         if drafting and count:  # the budgeted cache holds tokens
             if self._shrinks_budget(left):  # k is a share, and the text now shorter
@@ -246,7 +247,7 @@ class LosslessCache(Unpicklable, Cache):
             self.drafts.forget(spans, row)  # the budgeted cache
         kept = [i for i, place in enumerate(self.kept_positions) if not gone_T[place]]
         self.kept_positions, self.edited = [self.kept_positions[i] for i in kept], len(self.ids)
-        for layer in self.host_layers:
+        for layer in self.layers:
             layer.keep(torch.tensor(kept, device="cpu"))
 
     def replace(self, *args: object, **kwargs: object) -> None:
@@ -258,9 +259,8 @@ class LosslessCache(Unpicklable, Cache):
     def clone(self) -> LosslessCache:
         """Return an independent copy, for several questions after one context."""
         new = LosslessCache(self.drafts.clone() if self.drafting else self._make_drafts(), 0)  # layers are copied below
-        new.host_layers, new.ids = [layer.copy() for layer in self.host_layers], list(self.ids)
+        new.layers, new.ids = [layer.copy() for layer in self.layers], list(self.ids)
         new.kept_positions, new.edited, new.budget_tokens = list(self.kept_positions), self.edited, self.budget_tokens
-        new.layers = list(new.host_layers)
         return new
 
     def __copy__(self, memo: object = None) -> LosslessCache:
@@ -279,14 +279,14 @@ class LosslessCache(Unpicklable, Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values of all tokens, on the host; the budget's: `drafts.nbytes`."""
-        return sum(layer.nbytes for layer in self.host_layers)
+        return sum(layer.nbytes for layer in self.layers)
 
     def reset(self) -> None:
         """Empty the full cache and the budgeted one, for another text."""
         for stored in (self.ids, self.kept_positions, self._staged):
             stored.clear()
         self.edited = self.resent_tokens = 0
-        for layer in self.host_layers:
+        for layer in self.layers:
             layer.reset()
         self.drafts.reset()
 

@@ -26,8 +26,8 @@ class Mode(Batched):
     """State of a layer that says where its next token goes and if its heads evict: the interface of all modes.
 
     name: in a saved cache. fills_free_slots: the next token goes into a free slot of each head, `free_BH` (the index after a
-    head's last slot if all are taken); else after the used columns. adds: used columns that it adds. evicts: while decoding.
-    croppable: the last columns are the last tokens, and nothing was evicted for them.
+    head's last slot if all are taken); else after the used columns. evicts: while decoding. croppable: the
+    last columns are the last tokens, and nothing was evicted for them.
 
     steps_until_full: until every row has as many tokens as it may hold between steps. has_short_heads: some head may need more
     slots than it has. all_heads_short: all have fewer than their budget, and nothing is evicted until buffers have moved.
@@ -36,7 +36,6 @@ class Mode(Batched):
     name: ClassVar[str]
     saved: ClassVar[Mapping[str, str]] = {}  # its own counters: their names in a saved cache, and the attributes
     fills_free_slots: ClassVar[bool] = False
-    adds: ClassVar[int] = 1
     evicts: ClassVar[bool] = False
     croppable: bool = True
     steps_until_full: int = 0
@@ -109,7 +108,7 @@ class Slotted(Mode):
     counts those written since the prompt.
     """
 
-    fills_free_slots, adds = True, 0
+    fills_free_slots = True
     free_BH: Tensor
     slack: int = 0
     grown: int = 0

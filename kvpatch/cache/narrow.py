@@ -81,7 +81,7 @@ class ReadingSlots(DenseSlots):
         return DenseSlots(entries[0], entries[-1], self.rounding)
 
 
-def make_prompt_slots(keys: Tensor, values: Tensor, bits: int, latent: bool = False) -> DenseSlots:
+def make_prompt_slots(keys: Tensor, values: Tensor, bits: int, latent: bool) -> DenseSlots:
     """Make the slots of a first prompt from its columns [B,H,C,D]; if bits < 16, they are rounded where it ends.
 
     `SlotLayer._make_slots` calls it. latent: values are a part of their keys, and not stored.

@@ -173,10 +173,6 @@ class PagedSlots(DenseSlots):
         D = self.pool.shape[3]
         return self.pool[0].view(-1, D), self.pool[1].view(-1, D)
 
-    def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.flat()
-        return keys[rows_N], values[rows_N]
-
     def write_at(self, rows_N: Tensor, k: Tensor, v: Tensor) -> None:
         for held, entries in zip(self.flat(), (k, v), strict=True):
             held.index_copy_(0, rows_N, entries.reshape(-1, held.shape[1]))

@@ -65,14 +65,9 @@ def begin(
         _clear_undo_logs(cache)
     if now.n_B:  # with the tokens of the prompt that later passes bring
         _count_budget(cache, now, [n + max((cache.plans.prompt_len or 0) - seen - prompt, 0) for n in now.n_B])
-    # the rotary table
-    if table is not None and cache.settings.renumbered:  # a key's position is its rank among those held
-        cache.make_rotary_table = table
-        now.rotary_table = _rotary_table(cache, table, Q, prompt > 0)
-    elif table is not None and prompt:
-        now.rotary_table = table(seen + Q + (cache.settings.policy.needs.lookahead or 0))  # scores may look ahead
+    _set_rotary_table(cache, now, table, seen + Q)
     if prompt and cache.settings.block is not None:
-        now.blocks = split_blocks(now, cache.settings.block, before_B, now.n_B, final=now.ends_prompt)
+        now.blocks = split_blocks(now, cache.settings.block, before_B)
     if now.ends_prompt:
         cache.turns.prompts_read, cache.turns.unfinished = cache.turns.prompts_read + 1, False
     if now.ends_prompt and cache.settings.rereads and not now.keeps_all:  # a second reading of the prompt follows
@@ -90,7 +85,7 @@ def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[
     lengths_B, seen = cache.lengths_B, cache.get_seq_length()
     no_columns_BQ = lengths_B.new_zeros(len(lengths_B), 0)
     cache.now = now = Forward(no_columns_BQ, prompt_columns=0, ends_prompt=True, n_B=lengths_B.tolist())
-    if ids_BT is not None and cache.keeps_ids:
+    if ids_BT is not None:
         cache.ids.write(ids_BT, len(lengths_B), seen, lengths_B.device)
     _begin_prompt(cache, now, [0] * len(lengths_B))
     _count_budget(cache, now, now.n_B)  # which tokens the budget counts
@@ -137,20 +132,15 @@ def begin_edit(
     now.share_base_B, now.rows_B, now.keeps_all = now.n_B, [Q] * B, cache.settings.policy.schedule == "prompt"
     now.protect_BQ = mark_protected(cache, now.positions_BQ, ids_BQ, cache.columns_read, within=edit.start)
     now.quota_span_BQ = mark_spans(cache, now.positions_BQ, cache.columns_read)
-    if cache.keeps_ids:
-        cache.ids.skip_columns(B, cache.columns_read, lengths_B.device)  # columns whose ids were not noted
-        cache.ids.replace(ids_BQ, places_Q)
+    cache.ids.skip_columns(B, cache.columns_read, lengths_B.device)  # columns whose ids were not noted
+    cache.ids.replace(ids_BQ, places_Q)
     if cache.shared_score is not None:  # a score that all layers share, by position + 1
         cache.shared_score = cache.shared_score.index_fill(2, places_Q.to(cache.shared_score.device) + 1, 0)
     cache.now, cache.counters.tensors_or_none = now, None
     cache.unstack_layers(due=True)
     cache.meter.now = sum(layer.kv.nbytes for layer in cache.layers)  # bytes allocated
     _clear_undo_logs(cache)
-    if table is not None and cache.settings.renumbered:
-        cache.make_rotary_table = table
-        now.rotary_table = _rotary_table(cache, table, Q, prompt=True)
-    elif table is not None:
-        now.rotary_table = table(cache.columns_read + (cache.settings.policy.needs.lookahead or 0))
+    _set_rotary_table(cache, now, table, cache.columns_read)
     return now
 
 
@@ -159,7 +149,7 @@ def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: in
 
     `begin` calls it. Padding gets an id of its own in `cache.ids`.
     """
-    if not cache.keeps_ids:
+    if cache.for_one_pass:
         return
     if now.prompt_columns and not cache.turns.unfinished:
         cache.ids.prompt = seen  # columns before the newest prompt
@@ -237,7 +227,7 @@ def end_pass(cache: TextState) -> None:
     if begun:
         counters.tensors_or_none.temperature_steps.fill_(cache.count_temperature_steps())
         if cache.make_rotary_table is not None:
-            _rotary_table(cache, cache.make_rotary_table, 1, prompt=False)  # for a compiled step
+            _rotary_table(cache, 1, prompt=False)  # for a compiled step
         if cache.plans.static_room is not None:
             compiled.mark_static(cache)
     cache.end_change()
@@ -432,18 +422,31 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
     now.share_base_B = n_B if now.kept_below_B is None else now.rows_B
 
 
-# ---- renumbered positions ----
+# ---- rotary tables ----
 
 
-def _rotary_table(cache: TextState, make: Callable[[int], Any], Q: int, prompt: bool) -> Any:
+def _set_rotary_table(cache: TextState, now: Forward, table: Callable[[int], Any] | None, positions: int) -> None:
+    """Set a pass's rotary table, made by `table`, for `begin` and `begin_edit`. positions: of the text; a score may look ahead.
+
+    If keys are renumbered, `cache` keeps `table`, and every pass gets a table; else only a prompt or an edit does.
+    """
+    if table is not None and cache.settings.renumbered:  # a key's position is its rank among those held
+        cache.make_rotary_table = table
+        now.rotary_table = _rotary_table(cache, now.positions_BQ.shape[1], now.prompt_columns > 0)
+    elif table is not None and now.prompt_columns:
+        now.rotary_table = table(positions + (cache.settings.policy.needs.lookahead or 0))
+
+
+def _rotary_table(cache: TextState, Q: int, prompt: bool) -> Any:
     """Return the rotary table where a key's position is its rank among the keys held (positions="renumbered").
 
-    `begin`, `begin_edit` and `end_pass` call it. It goes up to the highest rank that the pass can need; `cache.rotary` keeps it
+    `_set_rotary_table` and `end_pass` call it. It goes up to the highest rank that the pass can need; `cache.rotary` keeps it
     until that number changes. prompt: some of the pass's Q columns are a prompt's.
     """
     ranks = _count_most_held(cache, Q, prompt)
     if cache.rotary is None or cache.rotary[0] != ranks:
-        cache.rotary = (ranks, make(ranks))
+        assert cache.make_rotary_table is not None
+        cache.rotary = (ranks, cache.make_rotary_table(ranks))
     return cache.rotary[1]
 
 

@@ -140,9 +140,8 @@ def open_positions(cache: TextState, at: int, count: int) -> None:
         for layer in cache.layers:
             layer.positions = layer.positions + count * (layer.positions >= at)
             layer.columns_read, layer.in_text_order = seen + count, False
-        if cache.keeps_ids:
-            cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)  # columns whose ids were not noted
-            cache.ids.open_columns(at, count)
+        cache.ids.skip_columns(len(cache.lengths_B), seen, cache.lengths_B.device)  # columns whose ids were not noted
+        cache.ids.open_columns(at, count)
         if cache.shared_score is not None:  # a score that all layers share, by position + 1
             before, after = cache.shared_score[:, :, : at + 1], cache.shared_score[:, :, at + 1 :]
             cache.shared_score = torch.cat([before, before.new_zeros(*before.shape[:2], count), after], 2)

@@ -77,7 +77,7 @@ class CacheSettings:
     @cached_property
     def _features(self) -> FeatureSet:
         """For `list_features`: describe what these settings ask for, for the table of features that exclude each other."""
-        stack = self.layer_numbers
+        stack, own = self.layer_numbers, [self.budget.rules[i] for i in self.budgeted]
         return FeatureSet(
             self.policy,
             acts=self.acts,
@@ -88,7 +88,7 @@ class CacheSettings:
             strict=bool(self.strict),
             k=self.budget.described(),
             table=any(isinstance(rule, HeadSizes) for rule in self.budget.rules),
-            varied=next((str(self.budget.rules[i]) for i in self.budgeted if not self.budget.rules[i].constant), None),
+            varied=next((str(rule) for rule in own if rule.moves or not rule.aligned), None),
             whole=next((i for i, evicts in enumerate(self.evicts) if not evicts), None),  # a layer that keeps all
             latent=any(self.latent),
             windows=any(self.bounds),
@@ -189,7 +189,7 @@ class CacheSettings:
     def evicts(self) -> tuple[bool, ...]:
         """Per layer, True if it may ever evict a token, by the policy or its own window."""
         acts = self.policy.evicts
-        return tuple(bound is not None or (acts and self.budget.evicts(i)) for i, bound in enumerate(self.bounds))
+        return tuple(bound is not None or (acts and self.budget.rules[i].evicts) for i, bound in enumerate(self.bounds))
 
     @cached_property
     def together(self) -> tuple[int, ...]:

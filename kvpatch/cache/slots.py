@@ -81,12 +81,6 @@ class Slots(ABC):
         """Numbers of a key and of a value."""
         return self.codecs[0].size(self.keys), self.codecs[1].size(self.values)
 
-    @property
-    def full_size(self) -> int:
-        """Numbers of a token that would be stored in full."""
-        key, value = self.sizes
-        return key if self.latent else key + value
-
     def numbers(self, used: int) -> tuple[Tensor, Tensor]:
         """Return `view` with rounded entries unpacked, which copies all of them."""
         keys, values = self.view(used)
@@ -158,10 +152,6 @@ class Slots(ABC):
         """Return tensors of the shapes that `view` returns, for decisions that need no contents."""
         return self.view(used)
 
-    @abstractmethod
-    def count_taken(self, used: int, free: int) -> int:
-        """Return the number of columns that hold tokens, if the last `free` of the `used` ones are still empty."""
-
     # ---- sizes ----
 
     @abstractmethod
@@ -184,14 +174,6 @@ class Slots(ABC):
         may have in any case.
         """
 
-    @abstractmethod
-    def count_usable(self, used: int, evicting: bool) -> Tensor:
-        """Return how many slots of each head may be in use [B*H]; slots after them are empty."""
-
-    @abstractmethod
-    def next_free(self, taken: int, grown: int) -> Tensor | int:
-        """Return the slot of each head [B*H] after those it has taken, if nothing was evicted for `grown` tokens."""
-
     # ---- moving slots ----
 
     @abstractmethod
@@ -213,14 +195,6 @@ class Slots(ABC):
     @abstractmethod
     def make_dense(self, B: int, H: int) -> DenseSlots:
         """Return slots that columns can be appended to; itself if they can already."""
-
-    @abstractmethod
-    def spread_heads(self, tensor_BHC: Tensor) -> Tensor:
-        """Bring a [B,H,C] tensor into the shape of keys and values without their last axis."""
-
-    @abstractmethod
-    def described(self) -> list[list[int]] | None:
-        """Describe everything but the tensors as plain values (see `restore_slots`)."""
 
 
 class DenseSlots(Slots):
@@ -247,9 +221,6 @@ class DenseSlots(Slots):
     def view(self, used: int) -> tuple[Tensor, Tensor]:
         return self.keys[:, :, :used], self.values[:, :, :used]
 
-    def count_taken(self, used: int, free: int) -> int:
-        return used - free
-
     def capacities(self) -> list[int]:
         B, H, C, _ = self.shape
         return [C] * (B * H)
@@ -263,12 +234,6 @@ class DenseSlots(Slots):
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
         held = max(counts) if columns is None else columns  # columns are as many as the longest row's
         return held * len(counts), (held + max(slack(held), ahead)) * len(counts)
-
-    def count_usable(self, used: int, evicting: bool) -> Tensor:
-        return torch.full(self.keys.shape[:2], used, device=self.keys.device).flatten()
-
-    def next_free(self, taken: int, grown: int) -> Tensor | int:
-        return taken
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         """Write a pass's keys and values into the columns from `start` on, in place.
@@ -300,19 +265,13 @@ class DenseSlots(Slots):
     def make_dense(self, B: int, H: int) -> DenseSlots:
         return self
 
-    def spread_heads(self, tensor_BHC: Tensor) -> Tensor:
-        return tensor_BHC
-
-    def described(self) -> None:
-        return None
-
 
 class RaggedSlots(Slots):
     """Entries [F,D] in which HeadOffsets gives each head a segment, for heads that hold different numbers of tokens."""
 
     appends = False
 
-    def __init__(self, keys: Tensor, values: Tensor, head_offsets: HeadOffsets, codecs: Codecs = EXACT) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, head_offsets: HeadOffsets, codecs: Codecs) -> None:
         super().__init__(keys, values, codecs)
         self.offsets = self.head_offsets = head_offsets
 
@@ -337,9 +296,6 @@ class RaggedSlots(Slots):
         key, value = (codec.of(head) for codec in self.codecs)
         return key.decode(self.keys[:, None])[:, 0], value.decode(self.values[:, None])[:, 0]
 
-    def count_taken(self, used: int, free: int) -> int:
-        return used
-
     def capacities(self) -> list[int]:
         return self.offsets.capacities
 
@@ -353,15 +309,9 @@ class RaggedSlots(Slots):
         held, typical = sum(counts), sum(counts) // len(counts)
         return held, held + len(counts) * max(slack(typical), ahead)
 
-    def count_usable(self, used: int, evicting: bool) -> Tensor:
-        return torch.tensor(self.offsets.filled, device=self.keys.device) if evicting else self.offsets.capacity_N
-
-    def next_free(self, taken: int, grown: int) -> Tensor | int:
-        return torch.tensor(self.offsets.filled, device=self.keys.device) + grown
-
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> RaggedSlots:
         filled = self.offsets.filled if goals is None else list(map(min, capacities, goals))
-        new = self.offsets.resized(capacities, filled)
+        new = HeadOffsets(capacities, filled, self.keys.device)
         return RaggedSlots(*self.each(lambda t: self.offsets.move(t, new)), new, self.codecs)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> RaggedSlots:
@@ -370,14 +320,7 @@ class RaggedSlots(Slots):
         return RaggedSlots(*self.each(lambda t: t[rows]), offsets, map_centre(self.codecs, change))
 
     def make_dense(self, B: int, H: int) -> DenseSlots:
-        return DenseSlots(*self.each(lambda t: self.offsets.unpack_entries(t, B, H, self.width)), self.codecs)
-
-    def spread_heads(self, tensor_BHC: Tensor) -> Tensor:
-        head, column = self.offsets.places()
-        return tensor_BHC.flatten(0, 1)[head, column]
-
-    def described(self) -> list[list[int]]:
-        return [self.offsets.capacities, self.offsets.filled]
+        return DenseSlots(*self.each(lambda t: self.offsets.unpack_entries(t, B, H)), self.codecs)
 
 
 # ---- constructors ----

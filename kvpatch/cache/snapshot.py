@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..backends.entry_sizes import count_entry_bytes
+from ..backends.entry_sizes import FULL, count_entry_bytes
 from .layer import SlotLayer
 from .lifetimes import Lifetimes
 from .settings import CacheSettings
@@ -37,8 +37,9 @@ class LayerPart:
         """
         B, H = layer.positions.shape[:2]
         kept = min(layer.columns_read, bound or layer.columns_read)
-        full = B * H * kept * layer.kv.full_size * layer.dtype.itemsize  # of a cache that evicts nothing
-        token = B * H * count_entry_bytes(layer.bits, *layer.kv.sizes, layer.dtype.itemsize, layer.latent)  # of one
+        about = *layer.kv.sizes, layer.dtype.itemsize, layer.latent
+        full = B * H * kept * count_entry_bytes(FULL, *about)  # of a cache that evicts nothing
+        token = B * H * count_entry_bytes(layer.bits, *about)  # of one
         noted = layer.mass_BH, layer.unfitted_BH
         return cls(layer.positions[:, :, : layer.columns_used], *noted, layer.kv.nbytes, full, token)
 

@@ -133,9 +133,9 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     states: of a hybrid's other layers. seen_B: tokens of each row. now: the forward pass in progress. shared_score: [B,H,T], by
     position + 1. steps: bound for decode steps by attention/, which alone looks into them. stack_due: before the next step
     layers are to be stacked (their tensors joined), to take it as one. for_one_pass: without use_cache; each layer is emptied
-    after it has run, and layer_parts keeps what a report needs of it. ids: of the tokens read, if keeps_ids. rotary: the last
-    table for renumbered keys, as (positions, table). shared_limits: protected sizes of layers of one budget. lifetimes: of the
-    tokens, if recorded and known from the beginning. messages: of a chat, set before each of its prompts is read (marks.py).
+    after it has run, layer_parts keeps what a report needs of it, and no ids are noted. ids: of the tokens read. rotary: the
+    last table for renumbered keys, as (positions, table). shared_limits: protected sizes of layers of one budget. lifetimes: of
+    the tokens, if recorded and known from the beginning. messages: of a chat, set before each of its prompts (marks.py).
     """
 
     layers: list[SlotLayer]  # type: ignore[assignment]
@@ -201,7 +201,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self.in_progress["stale"] = ["step under torch.compile"]
         count = int(counters.tensors.columns) - self.layers[0].columns_read  # compiled steps since
         counters.steps += count
-        if count > 0 and self.keeps_ids:
+        if count > 0:
             self.note_ids(counters.tensors.read_tape(self.columns_read, count), count)
         self.backend_choice.ran_last |= self.backend_choice.may_run  # backends of the steps, for reports
         self.unstack_layers()  # a stack: the layers' tensors joined, so that one step takes all of them (attention/stacked.py)
@@ -213,11 +213,6 @@ class TextState(Unpicklable, MutationGuard, WithStates):
             layer.refresh_free_slots()
         counters.has_uncounted_steps = False
         self.in_progress.pop("stale")
-
-    @property
-    def keeps_ids(self) -> bool:
-        """True if the ids of tokens are kept."""
-        return not self.for_one_pass
 
     def note_ids(self, ids_BQ: Tensor | None, Q: int, real_BQ: Tensor | None = None) -> None:
         """For `_note_ids` and `catch_up`: note the ids of Q columns that were read, after those seen; see `TokenIds.write`."""

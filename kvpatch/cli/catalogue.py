@@ -9,10 +9,7 @@ from ..policies.facts import FACTS
 from ..policies.naming import split_combination
 from ..policies.uses import find_use
 
-SCHEDULES = ("prompt", "decode", "both")
-POSITIONS = ("original", "renumbered")
 BACKENDS = ("auto", "torch", "flash", "triton")
-BITS = (16, 8, 4)
 
 DEFAULT_POLICY, SERVER_POLICY = find_use("question").policy, find_use("server").policy
 """Policies where none is given: a file holds a text with its question; requests to a server are of all kinds."""

@@ -18,13 +18,10 @@ from . import options as given
 from .calibrate_command import calibrate, learn
 from .loading import Source
 from .model_commands import check, compare, generate
-from .options import parse_options
 from .output import print_json, print_rows, short_errors
 from .plan_command import plan
 from .serve_command import serve
 from .versions import describe_machine, describe_version
-
-__all__ = ["app", "parse_options", "short_errors"]
 
 app = typer.Typer(
     help="Put a Hugging Face decoder's KV cache on a budget, and look at what that does.",

@@ -63,10 +63,6 @@ class CompareOptions:
     later: str | None = None
     calibration: str | None = None
 
-    def write_prompt(self, text: str) -> str:
-        """Return a prompt's text, followed by the question if there is one."""
-        return text if self.question is None else f"{text.rstrip()}\n\n{self.question}"
-
 
 def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continuation: str | None) -> None:
     """Measure each prompt, print rows as they come, save a picture per prompt, and at last the advised settings.
@@ -88,7 +84,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
     texts, results = dict[str, ComparedText](), []
     for file, prompt in prompts.items():  # check and encode all texts first, since measuring takes minutes
         try:
-            with_question = asked.write_prompt(prompt)  # --question after the prompt
+            with_question = prompt if asked.question is None else f"{prompt.rstrip()}\n\n{asked.question}"
             texts[file] = read_text(model, tokenizer, with_question, continuation, asked.new, asked.raw, asked.later)
         except KVPatchError as error:
             raise KVPatchError(f"{file}: {error}" if len(prompts) > 1 else str(error)) from error
@@ -97,8 +93,9 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
             print_note(note)
         print_waiting(f"reading {text.n:,} tokens of {file} ...")
         comparison = Comparison(model, text.ids_1T, text.n, asked.schedule, asked.seed, text.asked)
-        facts = _list_facts(asked, model, source, file, continuation, comparison)
-        results.append(_measure_prompt(asked, comparison, out, file, facts))
+        empty = comparison.result([])  # a table without rows: the sizes of the text, and the bytes of the full cache
+        facts = _list_facts(asked, model, source, file, continuation, empty)
+        results.append(_measure_prompt(asked, comparison, empty, out, file, facts))
         path = asked.out / ("compare.png" if len(prompts) == 1 else f"compare-{number + 1}.png")
         plotting.save(view.draw_picture(results[-1], asked.tolerance, f"{source.name}, {file}: {text.n:,} tokens"), path)
         out.print(f"KL against the cache's size: {path}\n")
@@ -126,14 +123,13 @@ def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOption
 
 
 def _measure_prompt(
-    asked: CompareOptions, comparison: Comparison, out: Console, file: str, facts: dict[str, Any]
+    asked: CompareOptions, comparison: Comparison, empty: DivergenceTable, out: Console, file: str, facts: dict[str, Any]
 ) -> DivergenceTable:
     """Measure one prompt: divergence from the full cache under each setting (policy, budget, number of bits).
 
     `run` of `kvpatch compare` calls it for each prompt. Prints the table, each row as soon as it is measured, then notes; with
     --json each row too. Returns the table.
     """
-    empty = comparison.result([])  # a table without rows, for the sizes of the text and of the full cache
     sizes = [Row("", k, None, bits=bits).size for k in asked.ks for bits in asked.bits]  # budgets as text, for the widths
     lines = view.Lines(asked.policies, sizes, empty)
     fed = "its own greedy text" if facts["continuation"] == "greedy" else "the continuation"
@@ -162,14 +158,13 @@ def _measure_prompt(
 
 
 def _list_facts(
-    asked: CompareOptions, model: Any, source: Source, file: str, continuation: str | None, comparison: Comparison
+    asked: CompareOptions, model: Any, source: Source, file: str, continuation: str | None, empty: DivergenceTable
 ) -> dict[str, Any]:
     """Return what all JSON rows of a prompt have in common: model, sizes, settings and versions.
 
     `run` calls it before the prompt is measured, and `on_row` prints it in each row. "fed_tokens" counts the tokens of the
     continuation, fed one by one after the prompt.
     """
-    empty = comparison.result([])  # a table without rows: the sizes of the text, and the bytes of the full cache
     return {
         "model": source.name,
         "prompt": file,

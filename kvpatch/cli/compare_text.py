@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .generating import encode_message
+from ..serving.edits import count_common
+from .generating import continue_ids, encode_message
 
 LEAST = 8
 """Fewest tokens of a prompt; a shorter one leaves nothing to choose from."""
@@ -66,17 +67,12 @@ def read_text(
     if later is not None:
         if note:
             raise KVPatchError(f"--later: the text and its question do not fit. {note}")
-        n = _count_common(ids, encode_message(model, tokenizer, prompt.rstrip(), raw, room)[0])
+        alone = encode_message(model, tokenizer, prompt.rstrip(), raw, room)[0]  # without the question
+        n = count_common(ids[0].tolist(), alone[0].tolist())
     if n < LEAST:
         raise KVPatchError(f"The prompt has {n} tokens; with fewer than {LEAST} there is nothing to choose from.")
     fed = _continue_greedily(model, ids, new) if fed is None else fed[:, :new].to(ids.device)
     return ComparedText(torch.cat([ids, fed], 1), n, [note] * bool(note) + notes, ids.shape[1] - n)
-
-
-def _count_common(one_1N: Tensor, other_1N: Tensor) -> int:
-    """Count the tokens with which two texts begin alike: the prompt's length, where one has a question after it."""
-    n = min(one_1N.shape[1], other_1N.shape[1])
-    return int((one_1N[0, :n] == other_1N[0, :n]).long().cumprod(0).sum())
 
 
 def _continue_greedily(model: Any, ids_1T: Tensor, new: int) -> Tensor:
@@ -84,17 +80,9 @@ def _continue_greedily(model: Any, ids_1T: Tensor, new: int) -> Tensor:
 
     `read_text` calls it for a text for which the user gives no continuation.
     """
-    end, padding = model.generation_config.eos_token_id, model.generation_config.pad_token_id
+    end = model.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]
-    out_1T = model.generate(
-        ids_1T,
-        attention_mask=torch.ones_like(ids_1T),
-        max_new_tokens=new,
-        do_sample=False,
-        num_beams=1,
-        pad_token_id=0 if padding is None else padding,
-    )
-    fed = out_1T[:, ids_1T.shape[1] :]
+    fed = continue_ids(model, ids_1T, max_new_tokens=new, do_sample=False, num_beams=1)
     if int(fed[0, -1]) in ends:  # predictions after the end of a text say nothing about it
         fed = fed[:, :-1]
     if not fed.numel():

@@ -190,18 +190,14 @@ def _pool_figures(results: list[DivergenceTable]) -> dict[Setting, DivergenceFig
     }
 
 
-def _drop_useless(pooled: dict[Setting, DivergenceFigures]) -> dict[Setting, DivergenceFigures]:
-    """Drop settings that advice never names: chance, and those that hold as much as the full cache."""
-    return {setting: one for setting, one in pooled.items() if setting[0] != CHANCE and one.nbytes < 1e6}
-
-
 def find_best(results: list[DivergenceTable], tolerance: float, agreement: float) -> Setting | None:
     """Return the setting to advise: of those within both limits the one of fewest bytes, else that of lowest KL, or None.
 
     `_show_end` and `write_advice` call it. None: nothing smaller than the full cache was measured. tolerance: largest KL.
     agreement: smallest share of equal predictions.
     """
-    candidates = _drop_useless(_pool_figures(results))  # without random eviction, and what is as large as the full cache
+    pooled = _pool_figures(results).items()
+    candidates = {setting: one for setting, one in pooled if setting[0] != CHANCE and one.nbytes < 1e6}  # 1e6: a full cache
     within = {setting: one for setting, one in candidates.items() if _is_within(one, tolerance, agreement)}
     if within:
         return min(within, key=lambda setting: (within[setting].nbytes, within[setting].kl))

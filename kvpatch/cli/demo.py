@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _load_shipped(console: Console) -> dict[str, Stage]:
     console.print(f"needles: {stages['needles'].text.what}, by the small model llama-0")
     name = str(MODELS / "llama-python")
     python, tokenizer = load_model(name, "float32"), load_tokenizer(name)
-    stages["source"] = Stage(python, cut_excerpts(python, tokenizer))
+    stages["source"] = Stage(python, cut_excerpts(tokenizer, python.device))
     console.print(f"source:  {stages['source'].text.what}, by the small model llama-python, which has not seen it")
     return stages
 
@@ -113,18 +113,15 @@ def _load_shipped(console: Console) -> dict[str, Stage]:
 def _try_policy(policy: str, k: float, stages: dict[str, Stage]) -> DemoOutcome:
     """Run all texts under one policy and budget, for a row of the demo's table: right answers, bytes, loss, predictions.
 
-    `run` calls it for each row. Texts that ask for hidden facts give the right answers. The text of Python code ("source"), if
-    it is there, gives the loss and the predictions, and the bytes in place of those of "needles".
+    `run` calls it for each row. Texts that ask for hidden facts give the right answers. The text of Python code ("source")
+    gives the loss, the predictions and the bytes.
     """
     fed = {name: _feed_text(stage, policy, k) for name, stage in stages.items()}
-    right = {name: stages[name].text.find_right(one.logits_BSV) for name, one in fed.items() if stages[name].text.asks}
-    outcome = DemoOutcome(policy, k, right["needles"], fed["needles"].nbytes, later=right.get("later"))
-    if "source" not in stages:
-        return outcome
+    right, later = (stages[name].text.find_right(fed[name].logits_BSV) for name in ("needles", "later"))
     text, source = stages["source"].text, fed["source"]
     logits_BSV, next_BS = source.logits_BSV[:, :-1], text.ids_BT[:, text.n :]
     loss = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), next_BS.flatten())
-    return replace(outcome, nbytes=source.nbytes, loss=float(loss), tokens=logits_BSV.argmax(-1))
+    return DemoOutcome(policy, k, right, source.nbytes, later, float(loss), logits_BSV.argmax(-1))
 
 
 def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
@@ -134,19 +131,16 @@ def _feed_text(stage: Stage, policy: str, k: float) -> Fed:
     """
     text = stage.text
     if policy == "full":
-        return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
+        return feed(stage.model, text.ids_BT, text.n)
     with patched(stage.model, policy, k, **POLICIES.get(policy, {})):
-        return feed(stage.model, text.ids_BT, text.n, text.mask_BT)
+        return feed(stage.model, text.ids_BT, text.n)
 
 
 def _report_prompt(policy: str, k: float, stage: Stage) -> Report:
-    """Read the first prompt alone, without padding, under a policy; return the report of which tokens its cache then holds.
+    """Read the first prompt alone under a policy; return the report of which tokens its cache then holds.
 
-    `run` calls it for the strips and the picture. mask_BT is 0 at padding.
+    `run` calls it for the strips and the picture.
     """
     text = stage.text
-    ids_1T = text.ids_BT[:1, : text.n]
-    if text.mask_BT is not None:
-        ids_1T = ids_1T[:, text.mask_BT[0, : text.n].bool()]
     with patched(stage.model, policy, k, **POLICIES.get(policy, {})):
-        return Report.of(feed(stage.model, ids_1T, ids_1T.shape[1]).cache)
+        return Report.of(feed(stage.model, text.ids_BT[:1, : text.n], text.n).cache)

@@ -36,9 +36,9 @@ class DemoOutcome:
     k: float
     right: Tensor
     nbytes: int
-    later: Tensor | None = None
-    loss: float | None = None
-    tokens: Tensor | None = None
+    later: Tensor
+    loss: float
+    tokens: Tensor
 
     def format_cells(self, full: DemoOutcome) -> dict[str, str]:
         """Return the cells of a row of the demo's table, by column. full: the unpatched model's outcome, to compare with.
@@ -46,24 +46,29 @@ class DemoOutcome:
         `show` calls it when all is measured. later: answers to questions that came after the prompt's eviction. "as full":
         share of predictions that equal those of `full`.
         """
-        cells = {"k": f"{self.k:g}", "right": _format_right(self.right)}
-        if self.later is not None:
-            cells["later"] = _format_right(self.later)
-        if self.loss is not None and self.tokens is not None and full.tokens is not None:
-            cells["perplexity"] = f"{math.exp(self.loss):.2f}"
-            cells["as full"] = f"{(self.tokens == full.tokens).float().mean():.0%}"
-        return cells | {"KV kB": f"{self.nbytes / 1000:,.0f}", "of full": f"{self.nbytes / full.nbytes:.0%}"}
+        return {
+            "k": f"{self.k:g}",
+            "right": _format_right(self.right),
+            "later": _format_right(self.later),
+            "perplexity": f"{math.exp(self.loss):.2f}",
+            "as full": f"{(self.tokens == full.tokens).float().mean():.0%}",
+            "KV kB": f"{self.nbytes / 1000:,.0f}",
+            "of full": f"{self.nbytes / full.nbytes:.0%}",
+        }
 
     def to_dict(self, full: DemoOutcome) -> dict[str, Any]:
-        """Return a row of --json as plain values, for `run`, without what was not measured. full: the unpatched outcome."""
-        values: dict[str, Any] = {"policy": self.policy, "k": self.k, "questions": len(self.right)}
-        values["right"] = int(self.right.sum())
-        if self.later is not None:
-            values["right_later"] = int(self.later.sum())
-        if self.loss is not None and self.tokens is not None and full.tokens is not None:
-            values["perplexity"] = math.exp(self.loss)
-            values["as_full"] = float((self.tokens == full.tokens).float().mean())
-        return values | {"nbytes": self.nbytes, "full_nbytes": full.nbytes}
+        """Return a row of --json as plain values, for `run`. full: the unpatched outcome."""
+        return {
+            "policy": self.policy,
+            "k": self.k,
+            "questions": len(self.right),
+            "right": int(self.right.sum()),
+            "right_later": int(self.later.sum()),
+            "perplexity": math.exp(self.loss),
+            "as_full": float((self.tokens == full.tokens).float().mean()),
+            "nbytes": self.nbytes,
+            "full_nbytes": full.nbytes,
+        }
 
 
 def _format_right(right: Tensor) -> str:
@@ -101,17 +106,15 @@ def show(console: Console, outcomes: list[DemoOutcome], reports: Reports, text: 
     for one in outcomes:
         table.add_row(one.policy, *one.format_cells(full).values())
     console.print(table)
-    shown = " ".join(line for head, line in _LEGEND.items() if head in full.format_cells(full))
-    console.print(shown, style="dim")
+    console.print(_LEGEND, style="dim")
     _print_strips(console, reports, text)
 
 
-_LEGEND = {
-    "right": "right: answers, the question being part of the prompt.",
-    "later": "later: answers where the question comes when the context has been read and evicted.",
-    "perplexity": "perplexity: of the source file's next tokens.",
-    "as full": "as full: share of them where the likeliest token is the full cache's.",
-}
+_LEGEND = (
+    "right: answers, the question being part of the prompt. later: answers where the question comes when the context has been "
+    "read and evicted. perplexity: of the source file's next tokens. as full: share of them where the likeliest token is the "
+    "full cache's."
+)
 
 
 def _print_strips(console: Console, reports: Reports, text: TextBatch, width: int = 64) -> None:
@@ -146,10 +149,9 @@ def _print_strips(console: Console, reports: Reports, text: TextBatch, width: in
 def draw_picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch) -> Any:
     """Draw which tokens of a prompt each policy kept: a column per budget, a panel per policy. `run` saves the figure."""
 
-    def make_panel(one: DemoOutcome) -> plotting.Panel:
+    def make_panel(one: DemoOutcome) -> tuple[str, Tensor]:
         name = one.policy if one.policy == "full" else f"{one.policy}, k={one.k:g}"
-        title = f"{name}: {_format_right(one.right)} answers right"
-        return plotting.Panel(title, reports[one.policy, one.k].kept().float().mean(1))
+        return f"{name}: {_format_right(one.right)} answers right", reports[one.policy, one.k].kept().float().mean(1)
 
     ks = dict.fromkeys(one.k for one in outcomes if one.policy != "full")
     columns = [[make_panel(one) for one in outcomes if one.k == k or one.policy == "full"] for k in ks]

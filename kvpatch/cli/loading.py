@@ -263,22 +263,13 @@ def read_prompt(name: str, given: str = "FILE") -> str:
     return text
 
 
-def encode_prompt(model: Any, tokenizer: Any, text: str, new: int) -> tuple[Tensor, str]:
-    """Encode a prompt without a chat template: token ids [1,n] that leave room for `new` tokens, and `fit_prompt`'s note.
-
-    Raises:
-        KVPatchError: the whole prompt would be omitted, or the tokenizer belongs to another model.
-    """
-    return fit_prompt(model, tokenizer(text, return_tensors="pt").input_ids.long(), new)
-
-
 def fit_prompt(model: Any, ids: Tensor, new: int) -> tuple[Tensor, str]:
     """Shorten a prompt's ids [1,n] from the left to leave room for `new` tokens; return them on the model's device, and a note.
 
-    `encode_message` and `_cut_text` call it. note: a sentence about omitted tokens, or "".
+    `encode_message`, `_cut_text` and `read_story` call it. note: a sentence about omitted tokens, or "".
 
     Raises:
-        KVPatchError: as `encode_prompt`.
+        KVPatchError: the whole prompt would be omitted, or the tokenizer belongs to another model.
     """
     from ..evaluation.teacher_forcing import positions_of
 

@@ -85,7 +85,7 @@ class ServerMetrics:
             "requests_waiting": len(scheduler.waiting_requests),
             "tokens_seen": sum(count for _, count in read_counts),
             "tokens_held": sum(self._count_held(prompt, count) for prompt, count in read_counts),
-            "blocks_claimed": sum(one.blocks for one in list(pool.requests.values())),
+            "blocks_claimed": pool.claimed_blocks,
             "blocks": pool.num_blocks,
             "conversations": kept["kept"],
             "conversations_bytes": kept["bytes"],

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import KVPatchError
-from ..policies.naming import check_policy
+from ..policies.naming import SCHEDULES, check_policy
 from . import options as given
-from .catalogue import DEFAULT_POLICY, SCHEDULES, check_calibration, check_choice
+from .catalogue import DEFAULT_POLICY, check_calibration, check_choice
 from .loading import Source, check_budget, read_prompt
 from .options import (
     TextFile,
@@ -79,9 +79,9 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
         }  # fmt: skip
         chosen, size, how = choose_policy(context, options, how)
         text = prompt_source.read_text() if isinstance(prompt_source, TextFile) else prompt_source
-        from .generating import GenerationChoices, run
+        from .generating import list_arguments, run
 
-        run(source, text, raw, chosen, size, how, GenerationChoices(max_new_tokens, temperature, top_p), json)
+        run(source, text, raw, chosen, size, how, list_arguments(max_new_tokens, temperature, top_p), json)
 
 
 def _find_prompt(

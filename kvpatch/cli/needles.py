@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..evaluation.teacher_forcing import positions_of
 from ..plotting import Marks
 from .loading import MODELS
 
@@ -27,7 +26,6 @@ class TextBatch:
         what: description for the user.
         ids_BT: token ids; the first `n` columns are the prompt, the rest is fed one by one.
         n: columns of the prompt.
-        mask_BT: 0 for left padding; None without padding.
         answer: span [start, stop) of the fed tokens that answer the question; empty if nothing is asked.
         marks: spans of row 0 that the picture points at, in positions of that row.
     """
@@ -35,14 +33,8 @@ class TextBatch:
     what: str
     ids_BT: Tensor
     n: int
-    mask_BT: Tensor | None = None
     answer: tuple[int, int] = (0, 0)
     marks: Marks = field(default_factory=Marks)
-
-    @property
-    def asks(self) -> bool:
-        """Tell if there is a question."""
-        return self.answer[0] < self.answer[1]
 
     def find_right(self, logits_BSV: Tensor) -> Tensor:
         """Tell which rows greedy decoding would answer right, bool [B], from the logits under teacher forcing."""
@@ -70,19 +62,16 @@ def read_needles(in_prompt: bool = True) -> TextBatch:
     return TextBatch(f"{len(ids_BT)} prompts of {n} tokens with 4 needles", ids_BT, n, answer=answer, marks=marks)
 
 
-def cut_excerpts(model: Any, tokenizer: Any, rows: int = 8, prompt: int = 160, fed: int = 72) -> TextBatch:
-    """Cut `rows` excerpts, evenly spread, from a source file of Python's library, as a text of `kvpatch demo`.
+def cut_excerpts(tokenizer: Any, device: torch.device) -> TextBatch:
+    """Cut excerpts, evenly spread, from a source file of Python's library, as a text of `kvpatch demo`.
 
-    `_load_shipped` calls it. Each begins with <bos> if the tokenizer has one, and has `prompt` tokens and `fed` more. A model
-    with few positions gets shorter prompts.
+    `_load_shipped` calls it. Each begins with <bos>.
     """
-    limit = positions_of(model)
-    prompt = prompt if limit is None else min(prompt, limit - fed)
+    rows, prompt, fed = 8, 160, 72
     text = (Path(sysconfig.get_paths()["stdlib"]) / SOURCE).read_text(encoding="utf-8")
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    length = prompt + fed - len(first)
-    starts = [i * (len(ids) - length) // max(rows - 1, 1) for i in range(rows)]
-    rows_BT = torch.tensor([first + ids[start : start + length] for start in starts], device=model.device)
+    length = prompt + fed - 1
+    starts = [i * (len(ids) - length) // (rows - 1) for i in range(rows)]
+    rows_BT = torch.tensor([[tokenizer.bos_token_id, *ids[start : start + length]] for start in starts], device=device)
     what = f"{rows} excerpts of {SOURCE}, {prompt} tokens of prompt and {fed} more"
     return TextBatch(what, rows_BT, prompt)

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ..backends.entry_sizes import BITS
 from ..errors import KVPatchError
 from ..policies.facts import FACTS
-from ..policies.naming import check_policy
-from .catalogue import BACKENDS, BITS, POSITIONS, SCHEDULES, check_calibration, check_choice
+from ..policies.naming import POSITIONS, SCHEDULES, check_policy
+from .catalogue import BACKENDS, check_calibration, check_choice
 from .loading import check_budget, parse_k, read_prompt
 
 
@@ -237,9 +238,6 @@ class TextFile:
     name: str
     given: str = "FILE"
 
-    def __str__(self) -> str:
-        return f"{self.given} {self.name}"
-
     def read_text(self) -> str:
         """Read the text. Raises KVPatchError as `read_prompt`."""
         return read_prompt(self.name, self.given)
@@ -251,11 +249,12 @@ def find_model_and_files(
     option: str | None,
     more: list[str] | None = None,
     more_given: str = "--prompt-file",
+    missing: str = "Name a file with a prompt after the model; - reads standard input.",
 ) -> tuple[str, list[TextFile]]:
-    """Return the model's name and the files of prompts, from the arguments of `generate` or `compare`.
+    """Return the model's name and the files of texts, from the arguments of a command.
 
     argument: the first, a model's name, or a file if --model names the model. option: the model by --model. more: files given
-    by the option `more_given`.
+    by the option `more_given`. missing: the error where there is no file.
 
     Raises:
         KVPatchError: a model or a file is missing.
@@ -267,7 +266,7 @@ def find_model_and_files(
     model = find_model(argument, option)
     texts = [*map(TextFile, arguments), *(TextFile(name, more_given) for name in more or ())]
     if not texts:
-        raise KVPatchError("Name a file with a prompt after the model; - reads standard input.")
+        raise KVPatchError(missing)
     return model, texts
 
 
@@ -283,12 +282,9 @@ def find_model_and_text(
     """
     if misplaced:
         raise KVPatchError(f"-o sets an option of a policy, and there is none here: write the file with --out {misplaced[0]}.")
-    second = argument if option is not None else None
-    if file is None and second is None and text is None:
-        find_model(argument, option)
-        raise KVPatchError("Give a text after the model, a file of a few thousand words or more; - reads standard input.")
+    missing = "Give a text after the model, a file of a few thousand words or more; - reads standard input."
     arguments, by_option = ([] if one is None else [one] for one in (file, text))
-    model, files = find_model_and_files(argument, arguments, option, by_option, "--text")
+    model, files = find_model_and_files(argument, arguments, option, by_option, "--text", missing)
     if len(files) > 1:
         raise KVPatchError(f"The text is given twice: {files[0].name} and {files[1].name}.")
     return model, files[0]

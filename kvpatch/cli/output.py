@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..errors import KVPatchError
+from ..report_text import align_rows
 
 WIDE = 10_000
 """Width of an output that is no terminal: nothing is folded there, so that grep sees whole rows."""
@@ -87,9 +88,7 @@ def print_rows(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """
     out = make_console()
     if not out.is_terminal:
-        widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-        for row in (columns, *rows):
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("\n".join(align_rows([columns, *rows])))
         return
     if len(columns) > 3:
         columns = (columns[0], ", ".join(columns[1:]))

@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
+from ..backends.entry_sizes import BITS
 from ..errors import KVPatchError
 from ..planning.plan import plan as make_plan
 from ..planning.result import list_rows, write_remarks, write_title
-from ..policies.naming import check_policy
+from ..policies.naming import SCHEDULES, check_policy
 from . import options as given
-from .catalogue import BITS, DEFAULT_POLICY, SCHEDULES, check_choice
+from .catalogue import DEFAULT_POLICY, check_choice
 from .loading import check_budget, check_dtype
 from .options import find_model, parse_options
 from .output import print_json, print_rows, short_errors

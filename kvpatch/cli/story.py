@@ -19,6 +19,7 @@ from ..patching import patched
 from ..policies.uses import CHANCE, SPARED
 from ..report import Report
 from . import story_view as view
+from .generating import continue_ids
 from .loading import Source, fit_prompt
 from .output import make_console, make_folder, make_progress_bar, print_json
 
@@ -124,7 +125,10 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
     end = first.index(document) + len(document.rstrip())
     encoded = tokenizer(first, add_special_tokens=False, return_offsets_mapping=True)
     spans = [(a, b) for a, b in encoded["offset_mapping"] if b <= end]
-    ids_by_question = {question: _encode_text(model, tokenizer, text) for question, text in rendered.items()}
+    ids_by_question = {
+        question: tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
+        for question, text in rendered.items()
+    }
     for ids_1N in ids_by_question.values():
         if fit_prompt(model, ids_1N, ANSWER_TOKENS)[1]:
             raise KVPatchError(
@@ -140,10 +144,6 @@ def _render_message(tokenizer: Any, text: str) -> str:
         return f"{tokenizer.bos_token or ''}{text}\nAnswer:"
     messages = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-
-
-def _encode_text(model: Any, tokenizer: Any, text: str) -> Tensor:
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
 
 
 def ask(model: Any, tokenizer: Any, reading: StoryText, policy: str) -> view.PolicyAnswers:
@@ -169,13 +169,5 @@ def _answer_question(model: Any, tokenizer: Any, reading: StoryText, question: s
     `ask` calls it for each question. The ids hold the document too; generate() skips the tokens that the cache has read.
     """
     ids_1N = reading.asked[question]
-    padding = model.generation_config.pad_token_id
-    out_1N = model.generate(
-        ids_1N,
-        attention_mask=torch.ones_like(ids_1N),
-        pad_token_id=0 if padding is None else padding,
-        max_new_tokens=ANSWER_TOKENS,
-        do_sample=False,
-        **{CACHE: cache.clone()},
-    )
-    return " ".join(tokenizer.decode(out_1N[0, ids_1N.shape[1] :], skip_special_tokens=True).split())
+    new_1N = continue_ids(model, ids_1N, max_new_tokens=ANSWER_TOKENS, do_sample=False, **{CACHE: cache.clone()})
+    return " ".join(tokenizer.decode(new_1N[0], skip_special_tokens=True).split())

@@ -110,7 +110,7 @@ class Checks:
         """For `__init__`: return how many tokens the prompts have: enough to evict, for three windows; up to _LONGEST."""
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
-        evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.evicts(layer)]
+        evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.rules[layer].evicts]
         while n < _LONGEST and evicting and all(settings.rules[layer].least(n) >= n for layer in evicting):
             n *= 2  # no layer would evict
         return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..report_text import align_rows
+
 ROUNDINGS = 6
 """Tolerance in units of masked.measure_rounding: how far logits move if each layer's attention is off by its last digit."""
 
@@ -46,8 +48,7 @@ class CheckTable:
         return len(self.results)
 
     def __str__(self) -> str:
-        width = max(len(result.name) for result in self.results)
-        lines = [f"{'pass' if one.passed else 'FAIL'}  {one.name:{width}}  {one.detail}" for one in self.results]
+        lines = align_rows([("pass" if one.passed else "FAIL", one.name, one.detail) for one in self.results])
         return "\n".join([*lines, "", self.note])
 
     @property

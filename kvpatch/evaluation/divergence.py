@@ -161,7 +161,7 @@ class Comparison:
         next_S1 = self.ids_1T[0, self.n + self.first :, None].cpu()  # the token after the last fed one is not known
         rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, next_S1)  # of the true next token's loss, in nats
         return DivergenceFigures(
-            budget=min(patch.settings.budget.tokens(0, self.n), self.n),
+            budget=min(patch.settings.budget.rules[0].tokens(self.n), self.n),
             kl=float(kl_S.mean()),
             worst=float(kl_S.max()),
             agreement=float(same_S.double().mean()),
@@ -200,13 +200,13 @@ def list_cut_sizes(cache: EvictingCache, n: int) -> dict[str, tuple[int, int]]:
     cut: dict[str, tuple[int, int]] = {}
     for index, layer in enumerate(cache.layers):
         budget = cache.settings.tokens(index, n)
-        if layer.limits is None or budget >= n or not cache.settings.budget.evicts(index):
+        if layer.limits is None or budget >= n or not cache.settings.budget.rules[index].evicts:
             continue
         # the newest tokens are protected by an observation window or by recent=, whichever is larger
         observed, recent = policy.needs.protects, share(scope.recent, budget)
         newest, limits = "window" if observed > recent else "recent", layer.limits
-        requested = {"sinks": scope.sinks, newest: max(observed, recent), "protected": share(scope.deviation, budget)}
-        granted = {"sinks": limits.first, newest: limits.newest, "protected": limits.deviation}
+        requested = {"sinks": scope.sinks, newest: max(observed, recent), scope.ranked: share(scope.deviation, budget)}
+        granted = {"sinks": limits.first, newest: limits.newest, scope.ranked: limits.deviation}
         for name, size in requested.items():
             if int(granted[name]) < min(size, cut.get(name, (0, size))[1]):
                 cut[name] = size, int(granted[name])

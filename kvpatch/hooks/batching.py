@@ -89,8 +89,8 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
         from ..serving import engine
 
         # bytes of a token's keys and values in all layers, by which the engine fits requests into its memory
-        bits, size, layers = state.settings.bits, self.dtype.itemsize, zip(state.shapes, state.settings.latent, strict=True)
-        kv_bytes = sum(layer.heads * count_entry_bytes(bits, layer.key, layer.value, size, latent) for layer, latent in layers)
+        bits, size = state.settings.bits, self.dtype.itemsize
+        kv_bytes = sum(one.heads * count_entry_bytes(bits, one.key, one.value, size, one.latent) for one in state.shapes)
         positions, limit = _limit_positions(self, state)  # of a request: the most, and what an error says of them
         reader = self.get_submodule(decoder)  # the decoder, which reads texts
         find = functools.partial(_find_prefix, reader, state.prefixes)

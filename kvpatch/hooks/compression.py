@@ -68,10 +68,8 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
         call = Call(cache, now, layer, BoundAdapter(adapter, module, shape.heads), shape.group or 1, devices[layer])
         call.slots.sliding = call.geometry.sliding  # the layer's sliding window, or None
         protected_B = compress.set_limits(call) if call.evicts and not now.keeps_all else []  # tokens by row
-        size = (len(now.n_B), shape.heads, call.group, 1, shape.key)
-        queries = call.slots.kv.keys.new_empty(size, dtype=call.slots.dtype)  # only their shape, dtype and device are read
         # evicts; layers that share a budget wait for the last
-        compress.end_prompt(call, call.slots.columns_used, protected_B, queries)
+        compress.end_prompt(call, call.slots.columns_used, protected_B)
 
 
 def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:

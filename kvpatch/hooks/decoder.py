@@ -284,7 +284,7 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
         return False
     if cache.rows.concatenated and not cache.settings.renumbered:
-        inputs.give_position_ids(call, cache, 1, mask, state.decoder_parameters, state.why_positions_fixed)
+        inputs.give_position_ids(call, cache, 1, mask, state)
     # sets `cache.now`, and counts the tokens on the device
     compiled.begin_step(cache, None if cache.settings.renumbered else state.max_positions, mask, call.get("input_ids"))
     if cache.settings.renumbered and state.max_positions is not None:  # the model has a table of positions: stay within it

@@ -83,7 +83,7 @@ def _run_with_cache(
     given = texts.Given.of(args, kwargs, cache.get_seq_length())
     assists, compiles, changes = getattr(config, "is_assistant", False), _compile_wanted(kwargs, *configs), cache.n_changes
     if compiles:
-        refuse("compile_config", state.settings.list_features())
+        refuse("compile_config", state.list_features())
     virtual = _virtual_tokens(self)  # how many tokens PEFT puts before the prompt
     if given.columns is not None and not assists:
         texts.check_mask(given)

@@ -242,11 +242,10 @@ class StepGraph:
         varies = cache.settings.renumbered or cache.rows.concatenated or is_autocasting(ids_B1.device.type)
         if varies or ids_B1.ndim != 2 or not compiled.can_trace(cache, *ids_B1.shape):
             return 0
-        left = [layer.mode.writes_left for layer in cache.layers]
+        # ids are on a tape (a tensor of the steps' token ids) that is read before it is full
+        left = [cache.counters.tensors.tape_BN.shape[1], *(layer.mode.writes_left for layer in cache.layers)]
         if self.state.max_positions is not None:
             left.append(self.state.max_positions - cache.columns_read)
-        if cache.keeps_ids:  # on a tape (a tensor of the steps' token ids) that is read before it is full
-            left.append(cache.counters.tensors.tape_BN.shape[1])
         return max(min(left), 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from ..cache.checks import check_real
 from ..errors import KVPatchError, suggest
 from ..policies.context import at_hand
 from ..policies.served import refuse
+from ..storage import file
+from .state import PatchState
 
 BUDGETS = ("budget", "ratio", "compression_ratio", "cache_size", "max_capacity_prompt")  # names for k in other libraries
 OTHERS = {
@@ -250,34 +251,25 @@ def refuse_switch(model: Any, prompt: int, new: int) -> None:
 
 def check_path(path: object) -> Path:
     """Return the path of a file for `save_cache` and `load_cache`; raise KVPatchError if it cannot name a file."""
-    if not isinstance(path, str | PathLike) or not str(path) or "\0" in str(path):
-        raise KVPatchError(f"path={path!r} is no path: give one such as 'cache.safetensors'.")
-    if Path(path).is_dir():
+    goal = Path(file.check_path(path, "give one such as 'cache.safetensors'"))
+    if goal.is_dir():
         raise KVPatchError(f"path={str(path)!r} is a folder: give the name of a file in it, such as 'cache.safetensors'.")
-    if Path(path).exists() and not Path(path).is_file():
+    if goal.exists() and not goal.is_file():
         raise KVPatchError(f"path={str(path)!r} is a device or a pipe: give the name of a file, such as 'cache.safetensors'.")
-    return Path(path)
+    return goal
 
 
-def give_position_ids(
-    call: dict[str, Any],
-    cache: EvictingCache,
-    Q: int,
-    mask_BT: Tensor | None,
-    known: tuple[str, ...],
-    positions_fixed: str | None,
-) -> None:
+def give_position_ids(call: dict[str, Any], cache: EvictingCache, Q: int, mask_BT: Tensor | None, state: PatchState) -> None:
     """Give a decoder the position_ids of Q new tokens per row, because its own would be equal for all rows.
 
     `check_positions` and `_begin_step` call it before a pass over joined caches, whose texts have different lengths. call: the
-    decoder's arguments, which get "position_ids", also in place of 3-dimensional ones. known: names of its parameters, and
-    nothing changes without position_ids among them. positions_fixed: the reason that it ignores position_ids, or None.
+    decoder's arguments, which get "position_ids", also in place of 3-dimensional ones. Nothing changes if it takes none.
 
     Raises:
         KVPatchError: the caller gave other position_ids, or the decoder ignores them.
     """
-    refuse("joined rows", cache.settings.list_features(positions_fixed=positions_fixed))
-    if "position_ids" not in known:
+    refuse("joined rows", state.list_features())
+    if "position_ids" not in state.decoder_parameters:
         return
     given, next_BQ = call.get("position_ids"), cache.next_positions(Q)  # each row's own next positions
     real = None if mask_BT is None else mask_BT[:, -Q:].to(next_BQ.device).bool()

@@ -32,7 +32,7 @@ from ..cache.lossless import LosslessCache
 from ..errors import KVPatchError
 from . import inputs
 from .accelerate import OwnMethod
-from .state import Offload, PatchState
+from .state import PatchState
 
 FIRST, MOST = 8, 16  # tokens of a draft: of the first one, and of the longest
 CRITERIA = "_kvpatch_criteria"  # attribute of a GenerationConfig: the stopping criteria, which `Drafter` gets by no argument
@@ -46,12 +46,11 @@ HOPELESS = (
 
 def new_cache(state: PatchState) -> LosslessCache:
     """Make an empty cache."""
-    assert state.options.offload is not None
-    return LosslessCache(state.new_cache(), len(state.shapes), state.options.offload.folder)
+    return LosslessCache(state.new_cache(), len(state.shapes), state.options.folder)
 
 
-def check_lossless(lossless: object, folder: object) -> Offload | None:
-    """Return where a lossless patch keeps the keys and values of all tokens; None for a patch that is not lossless.
+def check_lossless(lossless: object, folder: object) -> Path | None:
+    """Return the folder in which a lossless patch keeps the keys and values of all tokens; None for the host's memory.
 
     `patched` calls it for its arguments: lossless, folder are its `lossless` and `offload_folder`. A lossless patch drafts
     tokens from a budgeted cache, and verifies them with the full one.
@@ -67,12 +66,12 @@ def check_lossless(lossless: object, folder: object) -> Offload | None:
     if not isinstance(lossless, bool):
         raise KVPatchError(f"lossless={lossless!r} must be True or False.")
     if folder is None:
-        return Offload() if lossless else None
+        return None
     if not lossless:
         raise KVPatchError(f"offload_folder={folder!r} is where lossless=True keeps the full cache: give both, or neither.")
     if not isinstance(folder, str | PathLike) or not Path(folder).is_dir():
         raise KVPatchError(f"offload_folder={folder!r} must be a folder that exists, for the file of the full cache.")
-    return Offload(Path(folder))
+    return Path(folder)
 
 
 def require_lossless_cache(past: object, state: PatchState) -> LosslessCache:

@@ -27,7 +27,7 @@ def check_positions(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, 
     if cache.for_one_pass or not state.settings.transparent:
         inputs.refuse_packed_rows(call)
     if cache.rows.concatenated and not settings.renumbered:
-        inputs.give_position_ids(call, cache, Q, mask, state.decoder_parameters, state.why_positions_fixed)
+        inputs.give_position_ids(call, cache, Q, mask, state)
     if not settings.renumbered:
         _refuse_too_many(cache, Q, call.get("position_ids"), limit)
     if settings.rereads and limit is not None and Q > 1:

@@ -32,7 +32,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
             f"A replay reads whole texts without a cache: leave out {CACHE}, and call generate() outside the block, or "
             "within patched(model, ..., record=True) as patch, where patch.replay(record) stands for kvpatch.replay()."
         )
-    refuse("replay", state.settings.list_features(positions_fixed=state.why_positions_fixed))
+    refuse("replay", state.list_features())
     inputs.refuse_pass(call, decoder)
     tokens = inputs.find_tokens(call, decoder)
     if tokens is None or not tokens.shape[1]:

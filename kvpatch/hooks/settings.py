@@ -12,12 +12,13 @@ from torch import nn
 
 from ..arch.adapter import dtype_of
 from ..backends.dispatch import check
-from ..backends.entries import FULL
+from ..backends.entry_sizes import BITS
 from ..cache.settings import CacheSettings
 from ..cache.tensors import FLOATS
 from ..errors import KVPatchError, match_name, suggest
 from ..policies import Policy, get_policy
 from ..policies.budgets import Budget, as_python, check_count, is_list
+from ..policies.naming import POSITIONS
 from ..policies.options import PolicyOptions
 from ..policies.scopes import AllBut
 from ..policies.served import refuse_pairs
@@ -25,8 +26,6 @@ from ..policies.uses import USES, Use
 from .inputs import refuse_misspelt_arguments
 from .target import Target
 
-POSITIONS = ("original", "renumbered")
-BITS = (FULL, 8, 4)
 _CALLS = {call: "; ".join(use.name for use in USES if use.write_call() == call) for call in map(Use.write_call, USES)}
 _WIDTH = max(map(len, _CALLS))
 UNNAMED = "\n".join(
@@ -127,8 +126,9 @@ def settings_of(  # noqa: PLR0913 - those of patched()
     if policy.projects:
         target.check_projection(policy)
     target.check_calibration(policy)
-    k = policy.budget(k, bounds)
+    k = policy.score.budget(k, policy, bounds)
     budget, budgets = _parse_budgets(k, target, bits, bounds, policy)
+    shapes = target.shapes()
     settings = CacheSettings(
         policy,
         budget,
@@ -138,7 +138,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         renumbered=renumbered,
         backend=backend,
         bounds=bounds,
-        latent=target.latent(),
+        latent=tuple(shape.latent for shape in shapes),
         parallel=target.parallel,
         strict=target.names() if strict else (),
         counts_columns=target.counts_columns(),
@@ -148,7 +148,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
     )
     # features that exclude each other, budgets that do not fit the policy or the heads, and what the backend lacks
     refuse_pairs(settings.list_features(listed=listed, least=_find_least(budget), alibi=target.find_alibi()))
-    for rule, shape in zip(budget.rules, target.shapes(), strict=True):
+    for rule, shape in zip(budget.rules, shapes, strict=True):
         rule.check(policy, shape.heads)
     for case in dict.fromkeys(target.list_cases(renumbered, policy)):
         check(backend, case)

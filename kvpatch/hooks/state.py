@@ -95,21 +95,16 @@ class OuterInputs(threading.local):
         return None if reader is None else reader()
 
 
-class Offload(NamedTuple):
-    """Place in which a lossless patch keeps the entries of all tokens: a file in this folder, or host memory (None)."""
-
-    folder: Path | None = None
-
-
 class RunOptions(NamedTuple):
     """Ways in which generate() runs under a patch, whatever its caches keep.
 
-    graphs: its steps may run by CUDA graphs (generate_steps.py). offload: it drafts and verifies against all entries
-    (lossless.py), which are kept there.
+    graphs: its steps may run by CUDA graphs (generate_steps.py). lossless: it drafts and verifies against the entries of all
+    tokens (lossless.py), which are kept in a file in `folder`, or in host memory (None).
     """
 
     graphs: bool = True
-    offload: Offload | None = None
+    lossless: bool = False
+    folder: Path | None = None
 
 
 class PatchState:
@@ -142,7 +137,7 @@ class PatchState:
         the reason that the decoder can be told no positions, or None.
         """
         self.settings, self.adapter, self.max_positions, self.shapes = settings, adapter, max_positions, shapes
-        self.decoder_parameters, self.log = decoder_parameters, RunLog(settings, options.offload is not None)
+        self.decoder_parameters, self.log = decoder_parameters, RunLog(settings, options.lossless)
         self.cache_name = next((name for name in CACHE_NAMES if name in decoder_parameters), CACHE)
         self.overrides: dict[str, tuple[Any, Any]] = {}  # attributes of the decoder to replace: (its value, ours)
         self.capturing = Capturing()
@@ -159,7 +154,7 @@ class PatchState:
     @property
     def lossless(self) -> bool:
         """True if generate() drafts and verifies."""
-        return self.options.offload is not None
+        return self.options.lossless
 
     def list_features(self, **facts: Any) -> FeatureSet:
         """Return the patch's features for the table of refusals (served.py). facts: features that only the caller knows."""

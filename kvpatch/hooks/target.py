@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from ..arch import Adapter, adapter_of
-from ..arch.adapter import dtype_of, query_heads
+from ..arch.adapter import dtype_of
 from ..arch.automatic import AutomaticAdapter, automatic_adapters
-from ..arch.kinds import is_cross_attention
+from ..arch.kinds import is_cross_attention, query_heads
 from ..arch.refusals import make_unknown_error, refuse_other_kinds, refuse_replaced, row_of
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..backends.entry_sizes import count_centre_bytes, count_entry_bytes
@@ -120,10 +120,6 @@ class Target:
         windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
         return windows if None in windows else (None,) * len(windows)
 
-    def latent(self) -> tuple[bool, ...]:
-        """Tell of each layer whether a value is a part of its key."""
-        return tuple(adapter.latent(module) for module, adapter in self.attentions)
-
     def image_tokens(self) -> tuple[int, ...]:
         """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
         return () if self.outer is None else _read_token_ids(self.outer, IMAGE_TOKENS)
@@ -188,7 +184,13 @@ class Target:
                 f"policy {policy.name!r} needs a calibration of this model: run `{command} NAME FILE --out "
                 "calibration.safetensors` once, and pass calibration=kvpatch.load_calibration('calibration.safetensors')."
             )
-        self.check_identity(calibration.model, "calibration=", command)
+        model, here = calibration.model, self.identity()
+        for name in dict.fromkeys((*model, *here)):
+            if model.get(name) != here.get(name):
+                raise KVPatchError(
+                    f"calibration= is of another model: {name} is {model.get(name)!r:.60} there and {here.get(name)!r} here. "
+                    f"Run `{command}` on this model, in this dtype."
+                )
         for layer, (bound, shape) in enumerate(zip(self.bounds(), self.shapes(), strict=True)):
             sizes = {"H": shape.heads * self.parallel.size, "G": shape.group, "D": shape.key, "F": shape.value + MORE}
             for name in calibrated.names if bound is None else ():  # layers with a sliding window are not calibrated
@@ -201,19 +203,6 @@ class Target:
                         f"calibration= has {found or 'nothing'} for {name!r} of layer {layer}"
                         f"{f' where {wanted} belongs' if found else ''}: calibrate this model anew, by `{command}`."
                     )
-
-    def check_identity(self, model: Mapping[str, Any], what: str, command: str) -> None:
-        """Raise KVPatchError, for `check_calibration`, unless `model`, an identity noted in a file, is this model's.
-
-        what: the argument that has the file, such as "calibration=". command: makes such a file.
-        """
-        here = self.identity()
-        for name in dict.fromkeys((*model, *here)):
-            if model.get(name) != here.get(name):
-                raise KVPatchError(
-                    f"{what} is of another model: {name} is {model.get(name)!r:.60} there and {here.get(name)!r} here. Run "
-                    f"`{command}` on this model, in this dtype."
-                )
 
     def identity(self) -> dict[str, Any]:
         """Describe what a file must agree with: shapes, dtype, weights, and the adapters that act."""

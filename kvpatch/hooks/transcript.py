@@ -7,6 +7,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from ..errors import KVPatchError
+from ..serving.edits import count_common
 
 Message = dict[str, Any]
 TRIED = 8
@@ -139,12 +140,6 @@ class Template:
         encoded = self._tokenizer(unread, add_special_tokens=False, return_offsets_mapping=True)
         ends = [end for _, end in encoded.offset_mapping]  # some tokenizers leave blanks out of where tokens start
         return list(encoded.input_ids), [sum(end <= begin for end in ends) if begin else 0 for begin in begins]
-
-
-def count_common(one: str, other: str) -> int:
-    """Count the characters that two texts begin with alike."""
-    different = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(different, min(len(one), len(other)))
 
 
 def find_dropped(read: str, text: str, pieces: list[str]) -> tuple[tuple[int, int], str] | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from os import PathLike, fspath
 from typing import Any
 
-from ..backends.entry_sizes import FULL, count_centre_bytes, count_entry_bytes
+from ..backends.entry_sizes import BITS, count_centre_bytes, count_entry_bytes
 from ..errors import KVPatchError, match_name, suggest
 from ..policies.budgets import MAX_POSITION, Budget, Rule, Size, check_count, parse_bytes
-from ..policies.naming import Division, find_division, split_combination
+from ..policies.naming import SCHEDULES, Division, find_division, split_combination
 from ..policies.slopes import Pyramid
 from .configuration import ITEMSIZES, Shape
 from .counting import Counter, count_full, find_most, make_counter
@@ -19,7 +19,6 @@ from .repetition import Repetition, find_longest, find_repetition
 from .result import Fit, Plan
 from .weights import count_weights
 
-SCHEDULES, BITS = ("prompt", "decode", "both"), (FULL, 8, 4)
 MOST = 32768  # tokens of a prompt where nothing is said
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..errors import KVPatchError, match_name
 from ..policies.budgets import check_count
-from ..policies.facts import COMBINATIONS, FACTS
-from ..policies.naming import split_combination
+from ..policies.facts import FACTS
+from ..policies.naming import list_defaults, split_combination
 from ..policies.repetition import Repetition
 from .configuration import Shape
 from .counting import find_most
@@ -21,11 +21,7 @@ def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | Non
         KVPatchError: chunk is no count, or instruction no token ids.
     """
     outer, base = split_combination(policy)
-    # options with their defaults: of the policy itself, then of the combinations around it, then the user's
-    wrappers = [COMBINATIONS[name].options for name in outer]
-    merged: dict[str, Any] = dict(FACTS[match_name(base, FACTS) or base].options)
-    for wrapper in wrappers:
-        merged |= wrapper
+    merged = list_defaults(outer, match_name(base, FACTS) or base)
     if "instruction" not in merged:
         return None
     merged |= options

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..report_text import format_size, format_span
+from ..report_text import align_rows, format_size, format_span
 
 
 class Fit(NamedTuple):
@@ -82,7 +81,7 @@ class Plan:
         return plain | {"kept": list(self.kept), "remarks": list(self.remarks)}
 
     def __str__(self) -> str:
-        lines = [write_title(self), "", *_align_columns([("", "full cache", "under the budget"), *list_rows(self)]), ""]
+        lines = [write_title(self), "", *align_rows([("", "full cache", "under the budget"), *list_rows(self)]), ""]
         return "\n".join([*lines, *write_remarks(self)])
 
 
@@ -134,8 +133,3 @@ def _write_tokens(fit: Fit, plan: Plan) -> str:
     if fit.tokens == plan.positions - plan.new:
         return f"{fit.tokens:,}, all its positions"
     return f"{fit.tokens:,}" + (", the most that it can read twice" if fit is plan.fit and fit.tokens == plan.longest else "")
-
-
-def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

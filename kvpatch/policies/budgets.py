@@ -59,12 +59,11 @@ def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
         raise KVPatchError(f"{name}={value!r} must be a number of {unit}, at least {least}{most}.")
 
 
-def check_k(k: object, shown: str | None = None) -> None:
-    """Raise KVPatchError unless `k`, as a user gives it, is one budget: tokens, a share or a size. `parse_k` calls it.
+def check_k(k: object, shown: str) -> None:
+    """Raise KVPatchError unless `k`, as a user gives it, is one budget: tokens, a share or a size.
 
-    shown: the option and its value as the error shows them, such as "k[3]=0"; None: "k=" and the value.
+    `parse_k` and `Mass.__post_init__` call it. shown: the option and its value as the error shows them, such as "k[3]=0".
     """
-    shown = f"k={k!r}" if shown is None else shown
     if isinstance(k, bool) or not isinstance(k, int | float | str):
         raise KVPatchError(f"{shown} is not a budget. {_WANTED}")
     if isinstance(k, str):
@@ -145,13 +144,11 @@ class Rule:
         aligned: whether all heads of the layer hold equally many tokens at all times.
         moves: whether decode steps may evict any number of tokens of a head, so that its size follows the text.
         weighs: whether scores are added up or compared with a number, so that they must be weights.
-        constant: whether all heads hold one number of tokens that is known when the length of the prompt is.
     """
 
     aligned: ClassVar[bool] = True
     moves: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
-    constant: ClassVar[bool] = False
 
     @property
     def evicts(self) -> bool:
@@ -205,7 +202,6 @@ class Size(Rule):
     """
 
     k: int | float
-    constant: ClassVar[bool] = True
 
     @property
     def evicts(self) -> bool:
@@ -259,7 +255,7 @@ class HeadSizes(Rule):
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget `k` that the user asked for, per layer; `parse` builds it, `tokens` resolves it for one batch row.
+    """The budget `k` that the user asked for, per layer; `parse` builds it, `Rule.tokens` resolves it for one batch row.
 
     Attributes:
         per_layer: of each layer, tokens (int), a share of the row's prompt (float), one of these for each head (tuple), or a
@@ -305,7 +301,7 @@ class Budget:
             KVPatchError: `k` is no budget, has another number of layers, or holds no token.
 
         Example:
-            >>> Budget.parse([0.5, 128], n_layers=2, bytes_per_token=4096).tokens(0, n=1000)
+            >>> Budget.parse([0.5, 128], n_layers=2, bytes_per_token=4096).rules[0].tokens(1000)
             500
         """
         k = as_python(k)
@@ -328,17 +324,6 @@ class Budget:
             (_find_byte_size(one_k),) * n_layers if isinstance(one_k, str) else (),
             of_all_layers=isinstance(one_k, str),
         )
-
-    def evicts(self, layer: int) -> bool:
-        """Return False if nothing is ever evicted from the layer, however long the text, as under the float 1.0."""
-        return self.rules[layer].evicts
-
-    def tokens(self, layer: int, n: int) -> int:
-        """Return the tokens, at least 1, that a KV head of `layer` may keep for a batch row with a prompt of `n` tokens.
-
-        `Rule.tokens` says which number that is where heads keep different ones.
-        """
-        return self.rules[layer].tokens(n)
 
     def described(self) -> list[Any]:
         """Return each layer's budget as JSON has it, for files and reports: a size in bytes as given, a Rule as text."""

@@ -179,7 +179,7 @@ class WholeHeads(CalibratedScore, Recency):
     def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
         """Return budgets k[layer][head] by which a share `k` of heads keeps every token; k=1.0 stays 1.0.
 
-        `patched` calls it by `Policy.budget`. Raises KVPatchError for another k, or a policy that this does not go with.
+        `settings_of` calls it. Raises KVPatchError for another k, or a policy that this does not go with.
         """
         part = None if is_list(k) or isinstance(k, Rule) else parse_k(k)
         if not isinstance(part, float):

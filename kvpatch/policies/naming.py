@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import KVPatchError, find_nearest, match_name, suggest
 from .facts import COMBINATIONS, FACTS
 
+SCHEDULES = ("prompt", "decode", "both")
+POSITIONS = ("original", "renumbered")
 COMBINED = re.compile(rf"\s*({'|'.join(COMBINATIONS)})\((.+)\)\s*", re.IGNORECASE)
 _CALL = re.compile(r"\s*([^()]+)\((.+)\)\s*")
 
@@ -42,6 +44,17 @@ def split_combination(name: str) -> tuple[list[str], str]:
     return combinations, name
 
 
+def list_defaults(combinations: Iterable[str], policy: str) -> dict[str, Any]:
+    """Return the options of a policy of FACTS, and of combinations around it, with their defaults.
+
+    `find_division`, `check_policy` and `find_repetition` call it.
+    """
+    defaults = FACTS[policy].list_options()
+    for name in combinations:
+        defaults |= COMBINATIONS[name].options
+    return defaults
+
+
 def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -> Division:
     """Look up how a named policy divides its budget over heads and layers; `kvpatch.plan` begins with it, without torch.
 
@@ -58,11 +71,7 @@ def find_division(name: str, schedule: str | None, options: Mapping[str, Any]) -
     if policy is None:
         raise KVPatchError(f"Policy {base!r} is none of the table: give one of {', '.join(FACTS)}.")
     fact = FACTS[policy]
-    values = {
-        **fact.list_options(),
-        **{key: value for outer in combinations for key, value in COMBINATIONS[outer].options.items()},
-        **options,
-    }
+    values = {**list_defaults(combinations, policy), **options}
     rows = [COMBINATIONS[outer] for outer in combinations]
     default = next((row.schedule for row in rows if row.schedule), fact.schedule)
     shared = next((row.shared for row in rows if row.shared), fact.shared)
@@ -92,8 +101,7 @@ def check_policy(name: str, options: Collection[str] | None = None) -> None:
         if name in _list_registered():  # a policy that the program has registered
             return
         raise refuse_name(name, FACTS)
-    known = {**FACTS[known_as].list_options(), **{key: None for outer in combinations for key in COMBINATIONS[outer].options}}
-    check_options(known_as, options or (), known)
+    check_options(known_as, options or (), list_defaults(combinations, known_as))
 
 
 def check_options(policy: str, options: Collection[str], known: Collection[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from .allocation import Adaptive
 from .budgets import check_count
 from .context import EvictionContext, NewTokens
 from .merging import Merging
-from .naming import check_options
+from .naming import SCHEDULES, check_options
 from .needs import AnyNeed, Need, Needs
 from .needs.second_reading import Rereading
 from .quotas import protect_shares
@@ -25,8 +24,6 @@ from .selection import FIRST, Selection, eviction_keys, score_keys
 from .served import FeatureSet, refuse_pairs
 from .slopes import Pyramid
 from .statistics import check_names
-
-SCHEDULES = ("prompt", "decode", "both")
 
 
 @dataclass(frozen=True)
@@ -200,10 +197,6 @@ class Policy:
             else:
                 entries |= part.entry(new)
         return entries
-
-    def budget(self, k: object, bounds: Sequence[int | None]) -> object:
-        """Return the budget where the user asks for `k`: see Score.budget."""
-        return self.score.budget(k, self, bounds)
 
     def eviction_keys(self, context: EvictionContext, empty: Tensor | None) -> Tensor:
         """Return the eviction keys, int64 [B,H,T]: the token with the lowest key is evicted first (see selection.py).

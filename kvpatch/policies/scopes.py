@@ -12,9 +12,8 @@ from torch import Tensor
 from ..errors import KVPatchError
 from .budgets import share
 from .context import EvictionContext
-from .needs import AnyNeed, Held, LastQueries, Sums, WindowAttention
+from .needs import AnyNeed, Held, LastQueries, Needs, Sums, WindowAttention
 from .quotas import MESSAGES, read_quota
-from .scores import Score
 from .selection import LAST, mask_top, score_keys
 
 TURNS = ("all", "each", "first")
@@ -32,26 +31,16 @@ KINDS = ("image", "text")  # of tokens that `protect=` may name; the model's con
 SYSTEM = "system"  # the word of `protect=` for the system message of a chat
 
 
-def fit_window(score: Score, room: int) -> int:
-    """Return how many newest tokens are protected because a score reads their queries (its window), for `Scope.limits`.
+def fit_window(needs: Needs, room: int) -> int:
+    """Return how many newest tokens are protected because a need reads their queries (its window), for `Scope.limits`.
 
     A window that would fill `room`, the tokens of the budget left for it, takes half of that, rounded up, so that the score
     chooses the rest. A window of the last queries (LastQueries), by which decode steps evict too, may fill it.
     """
-    window = protected_rows(score)
-    if _reads_last_queries(score):
+    window = needs.protects
+    if needs.find(LastQueries) is not None:
         return min(window, room)
     return window if window < room else (room + 1) // 2
-
-
-def protected_rows(score: Score) -> int:
-    """Return the newest tokens that stay because a score reads their queries."""
-    return max((need.protects for need in score.needs), default=0)
-
-
-def _reads_last_queries(score: Score) -> bool:
-    """Tell whether a score reads the last queries of steps too."""
-    return any(isinstance(need, LastQueries) for need in score.needs)
 
 
 @dataclass(frozen=True)
@@ -107,7 +96,7 @@ class Scope:
         """Size of the set protected by rank, r in RoCo: tokens or a share of the budget; here 0."""
         return 0
 
-    def limits(self, budget: int, n: int, marked: Sequence[int], score: Score, fixed: int, rows: int) -> tuple[int, ...]:
+    def limits(self, budget: int, n: int, marked: Sequence[int], needs: Needs, fixed: int, rows: int) -> tuple[int, ...]:
         """Return the sizes of a batch row's protected parts, clamped inside the budget, in the order of context.SIZES.
 
         first and prompt (here `fixed`): positions below which all tokens are kept; numbers of newest tokens, of tokens by
@@ -117,7 +106,7 @@ class Scope:
             budget: tokens that a head may keep.
             n: tokens of the row's prompt.
             marked: positions that `protect=` marks, ascending.
-            score: the policy's score, for its observation window.
+            needs: what the policy reads, for its observation window.
             fixed: position below which all tokens are kept outside the budget.
             rows: query rows of the prompt or block.
 
@@ -136,29 +125,27 @@ class Scope:
             first -= 1
         free = budget - (first - start) - sum(p >= first for p in marked)
         # observed: rows of the observation window, whose tokens are protected (`protects`) or only read
-        rows = budget if _reads_last_queries(score) else rows  # these are not of the prompt alone
-        protects = protected_rows(score) > 0
-        width = next((need.width for need in score.needs if isinstance(need, WindowAttention)), 0)
-        observed = min(fit_window(score, free), rows) if protects else width
+        rows = budget if needs.find(LastQueries) is not None else rows  # these are not of the prompt alone
+        protects, window = needs.protects > 0, needs.find(WindowAttention)
+        observed = min(fit_window(needs, free), rows) if protects else 0 if window is None else window.width
         recent = min(share(self.recent, budget), free)
         newest = max(recent, observed) if protects else recent
         deviation = min(share(self.deviation, budget), free - newest)
         return first, newest, fixed, deviation, observed, budget - free + newest + deviation
 
-    def list_cut_sizes(self, budget: int, score: Score) -> Iterator[tuple[str, int, int, int]]:
+    def list_cut_sizes(self, budget: int, needs: Needs) -> Iterator[tuple[str, int, int, int]]:
         """Yield (option, size asked for, size that `limits` cuts it to, budget that would not cut it).
 
         `_warn_of_cut_sizes` warns of these protected sizes, which the budget has no room for. Sizes that are given as shares of
         the budget always fit; too large a `protect=` is an error of `limits`.
         """
         sinks = min(self.sinks, budget)
-        window = protected_rows(score)
-        fits = {"window": fit_window(score, budget - sinks)}
+        fits = {"window": fit_window(needs, budget - sinks)}
         newest = min(max(share(self.recent, budget), fits["window"]), budget - sinks)
         # option, size, and the tokens that are protected before it; `ranked`: name of the option for tokens by deviation
         for name, size, taken in (
             ("sinks", self.sinks, 0),
-            ("window", window, sinks),
+            ("window", needs.protects, sinks),
             ("recent", self.recent, sinks),
             (self.ranked, self.deviation, sinks + newest),
         ):

@@ -86,7 +86,7 @@ class Score:
         return form(self) if callable(form) else form
 
     def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
-        """Return the budget of a policy with this score where the user asks for `k`: here `k`; `patched` calls it.
+        """Return the budget of a policy with this score where the user asks for `k`: here `k`; `settings_of` calls it.
 
         bounds: sliding windows of layers, as in `Budget.parse`.
         """

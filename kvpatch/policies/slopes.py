@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 from ..errors import KVPatchError
 from .budgets import Rule
@@ -32,17 +31,6 @@ class Pyramid:
         if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 1 <= self.beta < float("inf"):
             raise KVPatchError(f"beta={self.beta!r} must be a number of at least 1: the last layer gets budget / beta.")
 
-    def split(self, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
-        """Divide a budget over layers, for `Sloped.tokens`: the tokens per KV head of each; they sum to n_layers * budget.
-
-        Args:
-            budget: tokens per KV head of each layer under the uniform budget.
-            n_layers: layers that share the budget.
-            least: fewest tokens of the last layer, as far as the budget allows.
-            most: tokens that one layer can hold at most, such as the prompt's length; None for no bound.
-        """
-        return _split_budget(self.beta, budget, n_layers, least, most)
-
 
 @dataclass(frozen=True)
 class Sloped(Rule):
@@ -62,7 +50,6 @@ class Sloped(Rule):
     n_layers: int
     last: int
     bounded: bool
-    constant: ClassVar[bool] = True
 
     @property
     def evicts(self) -> bool:
@@ -70,7 +57,7 @@ class Sloped(Rule):
 
     def tokens(self, n: int) -> int:
         most = n if self.bounded else None
-        return self.pyramid.split(self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
+        return split_budget(self.pyramid.beta, self.uniform.tokens(n), self.n_layers, self.last, most)[self.layer]
 
     def highest(self, n: int, H: int, new: int | None = 0) -> list[int]:
         """Return the most tokens of each of H heads after any prompt of up to `n` tokens.
@@ -82,12 +69,12 @@ class Sloped(Rule):
 
 
 @functools.lru_cache(maxsize=1024)
-def _split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
-    """Divide n_layers * budget along a line from the first layer to the last, which gets budget / beta, for `Pyramid.split`.
+def split_budget(beta: int | float, budget: int, n_layers: int, least: int, most: int | None) -> tuple[int, ...]:
+    """Divide n_layers * budget along a line from the first layer to the last, which gets budget / beta, for `Sloped.tokens`.
 
-    The result is cached, as each layer asks as a prompt ends. least: tokens that each layer gets in any case. most: of the
-    first layer; None: no bound. The line is of Fractions, so that all processes round alike: up in the layers with the largest
-    remainders.
+    The result, tokens per KV head of each layer, is cached, as each layer asks as a prompt ends. least: tokens that each layer
+    gets, as far as the budget allows. most: of the first layer, such as the prompt's length; None: no bound. The line is of
+    Fractions, so that all processes round alike: up in the layers with the largest remainders.
     """
     last = max(budget / Fraction(beta), Fraction(min(least, budget)))
     if most is not None:  # the first layer gets 2 * budget - last

@@ -39,14 +39,10 @@ class Use:
     options: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
 
-    def write_arguments(self) -> str:
-        """Write the arguments of `patched` after the model."""
-        values = {"k": self.k, **self.options}
-        return ", ".join([f'"{self.policy}"', *(f"{name}={value!r}" for name, value in values.items())])
-
     def write_call(self) -> str:
         """Write a call of `patched` that serves this use."""
-        return f"patched(model, {self.write_arguments()})"
+        values = "".join(f", {name}={value!r}" for name, value in {"k": self.k, **self.options}.items())
+        return f'patched(model, "{self.policy}"{values})'
 
     def write_options(self) -> str:
         """Write the options of the command line that serve this use."""

@@ -125,7 +125,7 @@ class Admission:
         check_length(prompt, state.max_new_tokens or 1, positions, self.limit)
 
 
-def check_length(prompt: int, new: int, positions: int, limit: str = HAS) -> None:
+def check_length(prompt: int, new: int, positions: int, limit: str) -> None:
     """Raise KVPatchError for an arriving text that needs more than `positions`. The last new token, never read, needs none.
 
     `_limit_length` and `Answers` call it. limit: words of the message, {} for the number of positions.

@@ -161,7 +161,7 @@ class Conversations:
         if not self.read_alike(best.cache):  # the model was changed since
             self.clear()
             return None
-        self._kept.append(self._kept.pop(_find_index(self._kept, best)))
+        self._kept = [*(one for one in self._kept if one is not best), best]
         return Beginning(best, length, n_reused)
 
     def _find_edited(
@@ -242,7 +242,3 @@ def _count_before(answer: int, edited: Edited) -> int:
 def _find_positions(one: Conversation, start: int, stop: int) -> Span:
     """Return the first position that a conversation's cache has for a span of its text, and the one after the last."""
     return one.positions[start], one.positions[stop - 1] + 1
-
-
-def _find_index(kept: list[Conversation], one: Conversation) -> int:
-    return next(index for index, other in enumerate(kept) if other is one)

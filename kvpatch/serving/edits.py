@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 RUN = 8
 """Tokens that must agree after a difference: the texts are then taken to go on alike."""
@@ -25,10 +25,11 @@ class Edited(NamedTuple):
         return self.length - sum(len(ids) for _, _, ids in self.spans)
 
 
-def count_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens with which two texts begin alike.
+def count_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of tokens (or characters) with which two texts begin alike.
 
-    `Conversations.find` and `find_edits` call it, and a chat's `find_dropped`, to learn how much of a text was read before.
+    `Conversations.find` and `find_edits` call it, and a chat's `find_dropped`, to learn how much of a text was read before;
+    `Template._find_end` and `read_text` to find where messages and a prompt end.
     """
     low, high = 0, min(len(one), len(other))
     while low < high:  # bisection: comparing slices is faster in Python than comparing tokens one by one

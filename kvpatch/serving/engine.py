@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ..arch.upstream import KEPT_MANAGER
 from ..cache.prefix import Prefix
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from .admission import HAS, Admission
+from .admission import Admission
 from .conversations import Conversations
 from .pool import RequestPool
 
@@ -66,8 +66,8 @@ class EngineTerms:
     kv_bytes: int
     carry: Callable[[RequestPool], Tensor]
     find_prefix: Callable[[Sequence[int]], Prefix | None]
-    limit: str = HAS
-    placeholders: Mapping[int, str] = field(default_factory=dict)
+    limit: str
+    placeholders: Mapping[int, str]
 
 
 class BatchingManager(ContinuousBatchingManager):
@@ -84,7 +84,7 @@ class BatchingManager(ContinuousBatchingManager):
         config: ContinuousBatchingConfig,
         workload_hints: Any,
         tokenizer: Any,
-        conversations: Conversations | None = None,
+        conversations: Conversations | None,
     ) -> None:
         """Make a manager that has not started; `find_manager` calls it.
 
@@ -205,11 +205,11 @@ def _supports_logits_to_keep(model: Any) -> bool:
 def find_manager(
     model: Any,
     terms: EngineTerms,
-    generation_config: Any = None,
-    continuous_batching_config: ContinuousBatchingConfig | None = None,
-    workload_hints: Any = None,
-    tokenizer: Any = None,
-    conversations: Conversations | None = None,
+    generation_config: Any,
+    continuous_batching_config: ContinuousBatchingConfig | None,
+    workload_hints: Any,
+    tokenizer: Any,
+    conversations: Conversations | None,
 ) -> BatchingManager:
     """Return the manager that the model keeps between calls if it was made under this patch; else a new one, not yet started.
 

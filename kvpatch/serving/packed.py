@@ -16,36 +16,18 @@ Core = Callable[[EvictingCache, Tensor, Tensor, Tensor], Tensor]
 
 
 class Part(NamedTuple):
-    """Columns (tokens) of a packed pass that go through one cache: [B] of a decode step, [Q] of one row's prompt, or [B,Q].
+    """Columns (tokens) of a packed pass that go through one cache, row by row, as indices into q, k and v of the pass.
 
     open: the prompt's block goes on in the next pass, and nothing is evicted before its end.
     """
 
     cache: EvictingCache
-    columns: Tensor
-    decodes: bool
+    columns_BQ: Tensor
     open: bool = False
-
-    def leave_open(self) -> None:
-        """Note for the pass if a prompt's last block (after which the cache evicts) is cut by the pass's end.
-
-        `PackedPass.begin` calls it for the last piece of an open part. The block goes on in the next pass, and nothing is
-        evicted before.
-        """
-        block = self.cache.settings.block
-        if block is not None and self.columns.shape[-1] % block:
-            self.cache.current_pass.blocks[-1].ends_prompt = False
 
     def of(self, packed: Tensor) -> Tensor:
         """Return this part's columns of a tensor of the whole pass, [B,Q,...]."""
         return packed[self.columns_BQ]
-
-    @property
-    def columns_BQ(self) -> Tensor:
-        """The pass's tokens [B,Q] that go through this part's cache, row by row, as indices into q, k and v of the pass."""
-        if self.columns.ndim == 2:
-            return self.columns
-        return self.columns[:, None] if self.decodes else self.columns[None]
 
 
 class PackedPass:
@@ -63,9 +45,11 @@ class PackedPass:
         for part in self.parts:
             B, Q = part.columns_BQ.shape
             ids_BQ = None if input_ids_Q is None else part.of(input_ids_Q)
-            passes.begin(part.cache, B, Q, None, ids_BQ, part.columns.device, table)  # notes in the cache how many tokens come
-            if part.open:  # the prompt goes on in the next pass
-                part.leave_open()
+            # notes in the cache how many tokens come
+            passes.begin(part.cache, B, Q, None, ids_BQ, part.columns_BQ.device, table)
+            block = part.cache.settings.block
+            if part.open and block is not None and Q % block:  # the prompt's last block, cut by the pass's end, goes on
+                part.cache.current_pass.blocks[-1].ends_prompt = False  # in the next pass: nothing is evicted before
 
     @property
     def positions_1Q(self) -> Tensor:
@@ -88,5 +72,5 @@ class PackedPass:
 
     def _in_order(self, parts: list[Tensor]) -> Tensor:
         """Concatenate the parts' values of their columns in the order of the pass."""
-        columns, values = torch.cat([part.columns.flatten() for part in self.parts]), torch.cat(parts)
+        columns, values = torch.cat([part.columns_BQ.flatten() for part in self.parts]), torch.cat(parts)
         return torch.empty_like(values).index_copy_(0, columns, values)

@@ -125,8 +125,8 @@ class RequestPool:
 
     @property
     def claimed_blocks(self) -> int:
-        """Blocks that requests have claimed."""
-        return sum(request.blocks for request in self.requests.values())
+        """Blocks that requests have claimed. `_measure_engine` asks in another thread than the engine's."""
+        return sum(request.blocks for request in list(self.requests.values()))
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """Tell transformers' scheduler before a pass if a request's next tokens fit. Admits a new one, or sets `request_waits`.
@@ -272,8 +272,8 @@ class RequestPool:
         if first:
             self._join_rows(first)
             rows = self.rows.gather(first)
-            columns = on_device([first[name] for name in rows.alive], self.device)
-            parts.insert(0, Part(rows.cache, columns, decodes=True))
+            columns_B1 = on_device([[first[name]] for name in rows.alive], self.device)
+            parts.insert(0, Part(rows.cache, columns_B1))
         return PackedPass(parts, self.settings)
 
     def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
@@ -288,7 +288,7 @@ class RequestPool:
             request.cache.plans.new_tokens = request.new  # tokens to generate, at most
             request.cache.messages = request.messages
         ends_block = end == request.prompt or len(columns) == self.chunk  # else its last block may go on in the next pass
-        return Part(request.cache, columns, decodes=False, open=not ends_block)
+        return Part(request.cache, columns[None], open=not ends_block)
 
     def _join_rows(self, names: dict[str, int]) -> None:
         """Move the caches of requests that decode for the first time to `rows`, which joins them; before each step."""

@@ -49,8 +49,8 @@ def _check_numbers(cache: EvictingCache, index: int, layer: SlotLayer) -> None:
 
     state: what the policy stores for each key. Weights are sums of attention probabilities and the like.
     """
-    real, where = layer.positions >= 0, f"layer {index}"  # slots [B,H,C] that hold a token
-    slots = layer.kv.spread_heads(real)  # the same, in the shape of keys and values
+    real, where, offsets = layer.positions >= 0, f"layer {index}", layer.kv.head_offsets  # real: slots [B,H,C] with a token
+    slots = real if offsets is None else real.flatten(0, 1)[offsets.places()]  # the same, in the shape of keys and values
     if layer.kv.centre is not None:
         _check_finite(f"{where}: the centre of its keys", layer.kv.centre)
     # as floating-point numbers, also where they are stored rounded

@@ -18,7 +18,7 @@ from ..errors import InvalidError, KVPatchError
 
 
 def check_path(path: object, wanted: str) -> str | PathLike[str]:
-    """Return a user's `path` if it can name a file, else raise KVPatchError, for `write_whole` and `FileKind.reading`.
+    """Return a user's `path` if it can name a file, else raise KVPatchError, for `write_whole`, `FileKind.reading` and others.
 
     wanted: what the message tells the user to give. The file need not exist.
     """
@@ -27,17 +27,10 @@ def check_path(path: object, wanted: str) -> str | PathLike[str]:
     return path
 
 
-def write_tensors(path: str | PathLike[str], tensors: dict[str, Tensor], metadata: dict[str, str], what: str) -> None:
-    """Write a cache, calibration or record (`what`, in errors) as safetensors, whole or not, for `FileKind.write_file`."""
-    from safetensors.torch import save_file
-
-    write_whole(path, lambda part: save_file(tensors, part, metadata=metadata), what)
-
-
 def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what: str) -> None:
     """Let `save` write a temporary file, and rename it to `path` once it is on the disk; an old file stays until then.
 
-    `write_tensors` and `FileKind.write_text` call it.
+    `FileKind.write_file` and `FileKind.write_text` call it.
 
     Raises:
         KVPatchError: the file cannot be written. what: names it in the message.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import InvalidError, KVPatchError
 from ..policies.measures import MEASURES
-from .file import check_path, checksum, explain_errors, verify_checksum, write_tensors, write_whole
+from .file import check_path, checksum, explain_errors, verify_checksum, write_whole
 from .header import Entry, are_counts, is_count, parse_json, read_entries, read_tensor
 
 Description = dict[str, Any]
@@ -156,8 +156,10 @@ class FileKind:
 
     def write_file(self, path: str | PathLike[str], about: Description, tensors: dict[str, Tensor]) -> None:
         """Write a file. Raises KVPatchError if it cannot be written."""
-        text = json.dumps(about)
-        write_tensors(path, tensors, {"kvpatch": text, "checksum": checksum(text, tensors)}, self.subject or self.name)
+        from safetensors.torch import save_file
+
+        metadata = {"kvpatch": json.dumps(about), "checksum": self.compute_checksum(about, tensors)}
+        write_whole(path, lambda part: save_file(tensors, part, metadata=metadata), self.subject or self.name)
 
     def write_text(self, path: str | PathLike[str], about: Description) -> None:
         """Write a description alone, to be read by people too. Raises KVPatchError if it cannot be written."""

@@ -29,11 +29,11 @@ def save_lossless(cache: LosslessCache, path: str | PathLike[str], model: Descri
     if not cache.kept_positions:
         raise KVPatchError("The cache is empty: there is nothing to save. Run a prompt through it first.")
     tensors = {"ids": torch.tensor(cache.ids, device="cpu"), "places": torch.tensor(cache.kept_positions, device="cpu")}
-    for index, layer in enumerate(cache.host_layers):  # the layers on the host, with the entries of all tokens
+    for index, layer in enumerate(cache.layers):  # the layers on the host, with the entries of all tokens
         layer.store.wait()  # for copies from the device
         tensors[f"{index}.{ROWS}"] = layer.store.rows_NE[: len(cache.kept_positions)]
     LOSSLESS.write_file(path, LOSSLESS.make_description(model=model, edited=cache.edited), tensors)
-    for layer in cache.host_layers:
+    for layer in cache.layers:
         layer.store.release()  # drops a mapped file's pages from memory
 
 
@@ -62,7 +62,7 @@ def load_lossless(
         _check_places(tensors["ids"], tensors["places"], about["edited"])
         _check_numbers(rows)
     cache.ids, cache.kept_positions, cache.edited = tensors["ids"].tolist(), tensors["places"].tolist(), about["edited"]
-    for layer, device, shape in zip(cache.host_layers, devices, shapes, strict=True):
+    for layer, device, shape in zip(cache.layers, devices, shapes, strict=True):
         layer.begin((shape.heads, shape.key, shape.value), rows[0].dtype, device)  # allocates memory on the host
         layer.append(*layer.view(rows.pop(0)))  # viewed as keys and values of heads
         layer.store.release()  # drops a mapped file's pages from memory

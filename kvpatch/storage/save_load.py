@@ -65,8 +65,9 @@ def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Descripti
         about = {name: getattr(layer, attribute) for name, attribute in schema.ATTRIBUTES.items()}
         about |= {"mode": layer.mode.name, "dtype": str(layer.dtype)}
         about |= {name: getattr(layer.mode, attribute) for name, attribute in layer.mode.saved.items()}  # the mode's counters
-        # head_offsets: slots of each head, if heads have different lengths. limits: numbers of protected tokens
-        layers.append(about | {"head_offsets": layer.kv.described(), "limits": _list_limits(layer.limits)})
+        # head_offsets: slots of each head, and how many are filled, if heads have different lengths. limits: protected tokens
+        heads = None if (offsets := layer.kv.head_offsets) is None else [offsets.capacities, offsets.filled]
+        layers.append(about | {"head_offsets": heads, "limits": _list_limits(layer.limits)})
     tensors |= {f"states.{name}": state for name, state in cache.states.tensors().items()}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     values = {"model": model, "settings": cache.settings.described(), "cache": _describe_history(cache), "layers": layers}

@@ -82,7 +82,7 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
         _take_entry(left, "shortfall_B", (torch.float64,), (B,))
     if cache.settings.policy.needs.across_layers and history["turns"] and cache.settings.acts:  # a score of all layers
         _take_entry(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
-    if cache.keeps_ids and "ids" in left:  # files of earlier versions have none
+    if "ids" in left:  # files of earlier versions have none
         _take_entry(left, "ids", (torch.int64,), (B, layers[0]["seen"]))
     _check_states(left, cache, B)
     _check_condition(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")

@@ -210,11 +210,9 @@ def test_a_past_without_order_is_attended_where_distance_does_not_count(install)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.double(), want, atol=2e-3, rtol=0)
     for other in (Geometry(0.3, None, 4), Geometry(0.3, SLOPES, None)):
-        with pytest.raises(ValueError, match=r"Keys before this piece are out of order.*torch backend"):
-            flash_backend.attend(q, keys, rows, other)
+        assert flash_backend.find_misfit(keys, other).startswith("keys before this piece are out of order")
     keys.may_have_empty = True
-    with pytest.raises(ValueError, match=r"Keys before this piece lie in slots of their own per head.*torch backend"):
-        flash_backend.attend(q, keys, rows, geometry)
+    assert flash_backend.find_misfit(keys, geometry) == "keys before this piece lie in slots of their own per head"
 
 
 @pytest.mark.parametrize("how", [{}, {"pads": (0, 5, 2)}, {"past": 9, "sliding": 6}])
@@ -455,7 +453,8 @@ def test_a_refusal_falls_to_the_next_kernel_and_is_remembered(install, monkeypat
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", refuse)
     with pytest.raises(RuntimeError, match=r"no kernel image.*use the torch backend"):
         compare({})
-    assert "refused (no kernel image" in flash_backend.reason("prompt", asked)
+    for one in (asked, dataclasses.replace(asked, value_dim=16, fresh=True, renumbered=True)):  # as `Call.case` makes it
+        assert "refused (no kernel image" in flash_backend.reason("prompt", one)
 
 
 def test_a_log_sum_exp_of_another_shape_is_refused(install, monkeypatch):
@@ -647,6 +646,22 @@ def test_a_model_through_the_emulations(install, monkeypatch, kernel, name, poli
         assert got[2].backends["ragged"][0] == "flash"
     torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0)
     assert policy == "adakv" or torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("how", [{}, {"positions": "renumbered"}, {"policy": "keyformer", "resample": True}])
+def test_a_kernel_that_refused_is_not_chosen_for_the_next_cache(install, monkeypatch, how):
+    """Its refusal is noted by the Case that flash makes of a call, and found by the one that its backend is chosen by."""
+    install("torch")
+    answer = flash_backend.reason
+    monkeypatch.setattr(flash_backend, "reason", lambda task, case: answer(task, dataclasses.replace(case, device="cuda")))
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", lambda *args, **kwargs: 1 / 0)
+    model, why = make("llama_gqa", dtype=torch.float16), []
+    with torch.no_grad(), kvpatch.patched(model, **{"policy": "h2o", "k": 0.5, **how}) as patch:
+        for _ in range(2):
+            model(prompt(2, 44), use_cache=True)
+            why.append(patch.report().backends["prompt"])
+    assert [name for name, _ in why] == ["torch", "torch"]
+    assert why[0][1].startswith("flash: No flash kernel took") and why[1][1].startswith("flash: torch's flash kernel")
 
 
 @pytest.mark.parametrize(("kernel", "name"), [("flash_attn", "mpt"), ("flash_attn", "mistral_sliding"), ("cute", "llama_gqa")])

@@ -95,7 +95,7 @@ CACHES = {
 def describe(cache):
     """All that a file of the cache would hold, in bytes."""
     if isinstance(cache, LosslessCache):
-        held = [layer.used_TE[: len(cache.kept_positions)].tolist() for layer in cache.host_layers if layer.is_initialized]
+        held = [layer.used_TE[: len(cache.kept_positions)].tolist() for layer in cache.layers if layer.is_initialized]
         return (
             list(cache.ids),
             list(cache.kept_positions),

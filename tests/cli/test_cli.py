@@ -423,10 +423,12 @@ def test_feeding_equals_one_forward():
     assert fed.cache.get_seq_length() == 12
 
 
-def test_the_table_leaves_out_what_was_not_measured():
-    full = demo_view.DemoOutcome("full", 1.0, torch.tensor([True, True]), 1000)
-    half = demo_view.DemoOutcome("h2o", 0.5, torch.tensor([True, False]), 500)
-    assert half.format_cells(full) == {"k": "0.5", "right": "1/2", "KV kB": "0", "of full": "50%"}
+def test_the_table_compares_an_outcome_with_the_full_cache():
+    right, tokens = torch.tensor([True, True]), torch.tensor([[1, 2, 3, 4]])
+    full = demo_view.DemoOutcome("full", 1.0, right, 1000, right, 0.0, tokens)
+    half = demo_view.DemoOutcome("h2o", 0.5, torch.tensor([True, False]), 500, ~right, 1.0, tokens.clamp(max=3))
+    cells = {"k": "0.5", "right": "1/2", "later": "0/2", "perplexity": "2.72", "as full": "75%"}
+    assert half.format_cells(full) == cells | {"KV kB": "0", "of full": "50%"}
 
 
 def test_the_package_imports_no_tools():

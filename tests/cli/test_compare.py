@@ -119,6 +119,7 @@ def test_sizes_that_the_budget_cuts():
     assert cut("snapkv", 33) == {}
     assert cut("snapkv", 8, window=4, recent=9, sinks=2) == {"recent": (9, 6)}
     assert cut("roco", 12) == {"protected": (6, 2)}
+    assert cut("vase", 0.5) == {"window": (64, 16), "ranges": (5, 0)}
     assert cut("streaming_llm", 3) == {"sinks": (4, 3)}
     assert cut("h2o", 3) == cut("roco", 20) == cut("window", 1) == {}
     assert cut("snapkv", 1.0) == {}

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 import kvpatch
 from kvpatch.cli import loading
-from kvpatch.cli.generating import MARK, GenerationChoices, encode_message
+from kvpatch.cli.generating import MARK, encode_message, list_arguments
 from kvpatch.cli.loading import check_dtype, load_model, load_tokenizer
 from kvpatch.cli.options import TextFile, find_model, find_model_and_files, find_model_and_text, parse_options
 from kvpatch.errors import KVPatchError
@@ -63,16 +63,16 @@ def test_sampling_is_the_model_s_with_the_seed(folder, prompt):  # noqa: F811
 
 
 def test_sampling_arguments():
-    assert GenerationChoices(4).arguments() == {"max_new_tokens": 4, "do_sample": False}
-    assert GenerationChoices(4, 0.0, 0.9).arguments() == {"max_new_tokens": 4, "do_sample": False}
-    assert GenerationChoices(4, 0.7).arguments() == {"max_new_tokens": 4, "do_sample": True, "temperature": 0.7, "top_p": 1.0}
-    assert GenerationChoices(4, None, 0.9).arguments() == {
+    assert list_arguments(4) == {"max_new_tokens": 4, "do_sample": False}
+    assert list_arguments(4, 0.0, 0.9) == {"max_new_tokens": 4, "do_sample": False}
+    assert list_arguments(4, 0.7) == {"max_new_tokens": 4, "do_sample": True, "temperature": 0.7, "top_p": 1.0}
+    assert list_arguments(4, None, 0.9) == {
         "max_new_tokens": 4,
         "do_sample": True,
         "temperature": 1.0,
         "top_p": 0.9,
     }
-    assert GenerationChoices(4, None, 0.0).arguments()["top_p"] == 0.0, "of no mass the likeliest token alone is left"
+    assert list_arguments(4, None, 0.0)["top_p"] == 0.0, "of no mass the likeliest token alone is left"
 
 
 def test_generate_in_json_and_from_the_command_line(folder, prompt):  # noqa: F811

@@ -185,7 +185,7 @@ def entries(cache, layer):
     one = cache.layers[layer]
     keys, values = one.kv.numbers(one.columns_used)
     if one.kv.head_offsets is not None:
-        keys, values = (one.kv.offsets.unpack_entries(t, *one.positions.shape[:2], one.kv.width) for t in (keys, values))
+        keys, values = (one.kv.offsets.unpack_entries(t, *one.positions.shape[:2]) for t in (keys, values))
     found = {}
     for (b, h, slot), position in zip(
         torch.cartesian_prod(*(torch.arange(n) for n in one.positions[:, :, : one.columns_used].shape)).tolist(),

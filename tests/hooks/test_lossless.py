@@ -150,7 +150,7 @@ def test_a_lossless_cache_answers_or_refuses_whatever_is_asked_of_an_evicting_on
         assert cache.held(0).tolist() == [[34] * model.config.num_key_value_heads]
         assert cache.next_positions(2).tolist() == [[40, 41]]
         cache.check_invariants()
-        cache.host_layers[1].length = 33
+        cache.layers[1].length = 33
         with pytest.raises(kvpatch.errors.InvalidError, match="Layer 1 has the entries of 33 tokens, and 34 are there"):
             cache.check_invariants()
 
@@ -460,7 +460,7 @@ class Elsewhere(LosslessCache):
     """Takes the way of a device on the CPU."""
 
     def _bring(self, layer, device):
-        self.verified.moved_nbytes += self.host_layers[layer].nbytes
+        self.verified.moved_nbytes += self.layers[layer].nbytes
         return self._bring_staged(layer, device)
 
 

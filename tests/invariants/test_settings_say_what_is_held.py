@@ -65,7 +65,7 @@ def compare(cache, lengths, steps, room):
         if policy.over_heads is None:
             assert (held[-1] <= said[-1]).all(), (index, held[-1], said[-1])
             assert rule.weighs or (held[-1] > said[-1] - policy.every).all(), (index, held[-1], said[-1])
-            evicted = rule.constant and policy.schedule == "both" and min(lengths) > int(said[-1].max())
+            evicted = rule.aligned and not rule.moves and policy.schedule == "both" and min(lengths) > int(said[-1].max())
             assert not evicted or min(most) < max(most) or slots == sum(most), f"layer {index}: {slots} slots, {most} said"
         elif index not in how.together and policy.every == 1:
             assert held[-1].sum(-1).tolist() == said[-1].sum(-1).tolist(), (index, held[-1], said[-1])

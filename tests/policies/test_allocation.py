@@ -8,7 +8,7 @@ import torch
 from kvpatch.policies import budgets, selection
 from kvpatch.policies.allocation import Adaptive
 from kvpatch.policies.parallel import Parallel
-from kvpatch.policies.slopes import Pyramid
+from kvpatch.policies.slopes import split_budget
 from tests.helpers.contexts import orders
 from tests.oracle import reference_selection
 
@@ -18,7 +18,7 @@ from tests.oracle import reference_selection
 @pytest.mark.parametrize("beta", [1, 2.5, 20])
 def test_pyramids(n_layers, budget, beta):
     for least, most in itertools.product([1, 2, 33], [None, budget, budget + 1, budget + budget // 2 + 1, 10 * budget]):
-        got = Pyramid(beta).split(budget, n_layers, least, most)
+        got = split_budget(beta, budget, n_layers, least, most)
         assert list(got) == reference_selection.pyramid(budget, n_layers, beta, least - 1, most), (least, most)
         assert sum(got) == budget * n_layers
 

@@ -34,14 +34,14 @@ def test_budgets():
     for k in (1, 0.001, 1.0, "1B", 10**9):
         budgets.parse_k(k)
     plain = Budget.parse(0.5, n_layers=3, bytes_per_token=64)
-    assert [plain.tokens(layer, n) for layer, n in [(0, 9), (1, 1), (2, 100)]] == [4, 1, 50]
+    assert [plain.rules[layer].tokens(n) for layer, n in [(0, 9), (1, 1), (2, 100)]] == [4, 1, 50]
     assert [budgets.parse_k(text) for text in ("25%", " 100 % ", "0.5%", "7", "0.7")] == [0.25, 1.0, 0.005, 7, 0.7]
     for k in ([0.5], [0.5, 0.5, 0.5]):
         with pytest.raises(KVPatchError, match=rf"k has {len(k)} entries, but the model has 2 layers"):
             Budget.parse(k, n_layers=2, bytes_per_token=64)
-    assert plain.evicts(0)
-    assert Budget.parse(1.0, n_layers=1, bytes_per_token=1).evicts(0) is False
-    assert Budget.parse(1, n_layers=1, bytes_per_token=1).evicts(0) is True
+    assert plain.rules[0].evicts
+    assert Budget.parse(1.0, n_layers=1, bytes_per_token=1).rules[0].evicts is False
+    assert Budget.parse(1, n_layers=1, bytes_per_token=1).rules[0].evicts is True
     with pytest.raises(KVPatchError, match="128 bytes, beside 256 for its sliding-window layers"):
         Budget.parse("383B", n_layers=3, bytes_per_token=64, bounds=[None, 4, None])
     with pytest.raises(KVPatchError, match="holds no token: one token of this model takes 192 bytes"):

@@ -36,7 +36,7 @@ def test_rows_are_chosen_with_their_spread():
 
 
 def test_nothing_counted_is_zero():
-    found = Moments.of(torch.randn(1, 1, 2, 3, 4), torch.zeros(1, 3, dtype=torch.bool), True).rotate_moments(None, 1.0)
+    found = Moments.of(torch.randn(1, 1, 2, 3, 4), torch.zeros(1, 3, dtype=torch.bool), True).rotate_moments(None, 1.0, None)
     assert not found.mean_BHGD.any()
     assert not found.covariance_BHGDD.any()
 

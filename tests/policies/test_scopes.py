@@ -6,6 +6,7 @@ import torch
 import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.policies import scores
+from kvpatch.policies.needs import Needs
 from kvpatch.policies.scopes import DeviationScope, Scope, protect_tensor
 from tests.helpers import tiny
 
@@ -22,7 +23,7 @@ def test_protected_tokens_as_a_tensor():
 
 
 def _limits(scope, score=scores.Recency(), budget=10, n=30, own=(), fixed=0, rows=30):  # noqa: B008
-    return scope.limits(budget, n, own, score, fixed, rows)
+    return scope.limits(budget, n, own, Needs.of([score]), fixed, rows)
 
 
 def test_limits_of_a_scope():

@@ -19,9 +19,9 @@ from kvpatch import (
     register_policy,
 )
 from kvpatch.cli import compare
-from kvpatch.cli.commands import app, parse_options
+from kvpatch.cli.commands import app
 from kvpatch.cli.loading import load_model, load_tokenizer, read_prompt
-from kvpatch.cli.options import parse_bits
+from kvpatch.cli.options import parse_bits, parse_options
 from kvpatch.evaluation.check import Checks
 from kvpatch.policies import POLICIES
 from kvpatch.policies.scopes import Scope

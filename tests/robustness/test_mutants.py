@@ -119,8 +119,8 @@ MUTANTS = {
         "serving/request.py", "count = before + rest + new", "count = rest + new",
         f"{TALKS}blocks_of_a_request_that_goes_on"),
     "packed rows in the order of requests": (
-        "serving/pool.py", "columns = on_device([first[name] for name in rows.alive]",
-        "columns = on_device([first[name] for name in reversed(rows.alive)]",
+        "serving/pool.py", "columns_B1 = on_device([[first[name]] for name in rows.alive]",
+        "columns_B1 = on_device([[first[name]] for name in reversed(rows.alive)]",
         "tests/serving/test_generate_batch.py::test_every_policy[24-h2o]"),
     "tokens that wait for their eviction are not counted": (
         "cache/holding.py", "outside + most + every - 1", "outside + most", f"{SAID}_heads_hold_and_allocate"),

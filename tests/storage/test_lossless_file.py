@@ -49,7 +49,7 @@ def test_a_loaded_cache_goes_on_under_another_policy_and_budget(name, tmp_path):
         found = generate(model, text, past_key_values=loaded)
         assert loaded.verified.passes and loaded.verified.drafted
     assert_same(found, generate(model, text))
-    for own, its in zip(loaded.host_layers, cache.host_layers, strict=True):
+    for own, its in zip(loaded.layers, cache.layers, strict=True):
         assert torch.equal(own.used_TE[:40], its.used_TE)
 
 

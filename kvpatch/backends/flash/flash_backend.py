@@ -9,6 +9,7 @@ Here N counts query heads, and T the tokens of all sequences laid end to end.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import torch
 from einops import rearrange
@@ -21,7 +22,6 @@ from ..entries import FULL
 from ..protocol import SPECIAL, Case, Geometry, Keys, Task
 from .kernels import ANY, Kernel, Mask, Packing, kernels
 
-NAME = "flash"
 HALVES = (torch.float16, torch.bfloat16)
 LARGEST = 256  # head size
 
@@ -53,7 +53,8 @@ def reason(task: Task, case: Case) -> str | None:
         return _ragged_reason(case)
     if case.past and case.padding:  # earlier keys lie in other columns in each head, with empty slots between them
         return "keys before this piece lie in slots of their own per head"
-    why = [f"{kernel.name} {_why_refuses(kernel, case)}" for kernel in kernels() if _why_refuses(kernel, case) is not None]
+    seen = replace(case, fresh=False, renumbered=False, value_dim=None)  # what `attend` sees, by which refusals are known
+    why = [f"{kernel.name} {no}" for kernel in kernels() if (no := _why_refuses(kernel, seen)) is not None]
     if not kernels():
         return "this torch was built without a flash kernel, and no flash-attn is installed"
     return None if len(why) < len(kernels()) else "; ".join(why) + ("; flash-attn 2 takes ALiBi" if case.alibi else "")
@@ -120,7 +121,7 @@ def attend(
 
     Args:
         q_BHGQD: queries.
-        keys: keys and values; the last Q columns are the prompt's own.
+        keys: keys and values, which `find_misfit` has nothing against; the last Q columns are the prompt's own.
         rows_BQ: positions of the queries; -1 for padding.
         geometry: variant of attention.
         real_B: queries of each row that are no padding, if the host knows; else it waits for the device.
@@ -130,12 +131,8 @@ def attend(
         and the name of the kernel. Rows of padding have output 0 and log-sum-exp +inf.
 
     Raises:
-        ValueError: keys for which `find_misfit` returns a reason.
         Refused: every kernel refuses.
     """
-    problem = find_misfit(keys, geometry)
-    if problem is not None:
-        raise ValueError(f"{problem[0].upper()}{problem[1:]}: use the torch backend for them.")
     B, H, G, Q, D = q_BHGQD.shape
     q_BQND = rearrange(q_BHGQD, "b h g q d -> b q (h g) d")
     k_BTHD, v_BTHD = keys.k_BHTD.transpose(1, 2), keys.v_BHTD.transpose(1, 2)

@@ -26,7 +26,6 @@ from .arguments import spans
 if TYPE_CHECKING:
     from .decode import Rule
 
-NAME = "triton"
 PROMPTS = ("prompt", "statistics", "replay")  # tasks with all rows of a text
 KNOWN = ("sum", "squares", "count", "gumbel")  # statistics
 OLDEST = 8  # major compute capability: older GPUs have too little shared memory, and no tensor cores for bfloat16

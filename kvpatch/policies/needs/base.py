@@ -186,7 +186,6 @@ class Need(Generic[View]):
             that are alike are then stepped as one, stacked along the batch.
         is_read: whether it reads a prompt as it passes, so that a cache filled elsewhere cannot be taken over.
         entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
-        undoes_rotation: whether it asks for queries or keys without their rotation.
         projects: whether it asks for the output projection.
     """
 
@@ -198,7 +197,6 @@ class Need(Generic[View]):
     alone: ClassVar[bool] = True
     is_read: ClassVar[bool] = False
     entry_by_position: ClassVar[bool] = False
-    undoes_rotation: ClassVar[bool] = False
 
     @property
     def projects(self) -> bool:
@@ -210,9 +208,9 @@ class Need(Generic[View]):
         return () if self.rows == "none" else ((type(self).__name__, None),)
 
     @property
-    def lookahead(self) -> int:
-        """Positions after the newest token whose rotation it needs."""
-        return 0
+    def lookahead(self) -> int | None:
+        """Positions after the newest token whose rotation it needs; None if it takes queries and keys as they are rotated."""
+        return None
 
     @property
     def protects(self) -> int:

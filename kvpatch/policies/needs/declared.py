@@ -129,7 +129,7 @@ class Needs(tuple[AnyNeed, ...]):
     @property
     def lookahead(self) -> int | None:
         """Positions after the newest token whose rotation is needed; None if no rotation is."""
-        return max((need.lookahead for need in self if need.undoes_rotation), default=None)
+        return max((need.lookahead for need in self if need.lookahead is not None), default=None)
 
     @property
     def protects(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,7 +23,9 @@ class Held(Need[tuple[Tensor, Tensor]]):
 class PlainKeys(Need[Tensor]):
     """Keys without their rotation: context.view(PlainKeys) returns them [B,H,T,D], in the scores' dtype."""
 
-    undoes_rotation: ClassVar[bool] = True
+    @property
+    def lookahead(self) -> int:
+        return 0
 
     @property
     def refuses(self) -> Mapping[str, str]:

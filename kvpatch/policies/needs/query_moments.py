@@ -51,18 +51,18 @@ class Moments(Note):
             spread = self.spread_BHGDD + other.spread_BHGDD + between
         return Moments(total, self.mean_BHG1D + apart * share, spread)
 
-    def rotate_moments(self, rotation_B11DD: Tensor | None, factor: float) -> Queries:
+    def rotate_moments(self, rotation_B11DD: Tensor | None, factor: float, slopes_HG: Tensor | None) -> Queries:
         """Return mean and covariance of `factor` times the queries, rotated by each row's matrix to coming positions.
 
         `QueryMoments.view` calls it as a prompt ends. rotation_B11DD: the mean rotation of those positions; None: the model has
-        none.
+        none. slopes_HG: ALiBi's, for the result.
         """
         mean, spread = self.mean_BHG1D * factor, self.spread_BHGDD
         covariance = None if spread is None else spread / self.count_B1111.clamp(min=1) * factor**2
         if rotation_B11DD is not None:
             mean = mean @ rotation_B11DD
             covariance = None if covariance is None else rotation_B11DD.transpose(-1, -2) @ covariance @ rotation_B11DD
-        return Queries(mean.squeeze(3), covariance)
+        return Queries(mean.squeeze(3), covariance, slopes_HG)
 
 
 @dataclass
@@ -95,7 +95,6 @@ class QueryMoments(Need[Queries]):
     covariance: bool = True
     name: ClassVar[str] = "moments"
     is_read: ClassVar[bool] = True
-    undoes_rotation: ClassVar[bool] = True
 
     @property
     def lookahead(self) -> int:
@@ -122,8 +121,8 @@ class QueryMoments(Need[Queries]):
         """Return the moments of queries at coming positions, for `ExpectedAttention.value` as a prompt ends."""
         layer = context.layer_read
         moments = layer.notes[self.name]
-        queries = moments.rotate_moments(layer.mean_rotation(self.future, moments.mean_BHG1D), layer.scale)
-        return Queries(queries.mean_BHGD, queries.covariance_BHGDD, layer.slopes_HG)
+        rotation_B11DD = layer.mean_rotation(self.future, moments.mean_BHG1D)
+        return moments.rotate_moments(rotation_B11DD, layer.scale, layer.slopes_HG)
 
     def end(self, layer: LayerRead, state: dict[str, Tensor], evicts: bool) -> None:
         layer.notes.pop(self.name, None)

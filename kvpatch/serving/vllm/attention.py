@@ -204,7 +204,7 @@ class Worker:
         bounds = windows if None in windows else (None,) * len(windows)
         bytes_per_token = 2 * model.get_total_num_kv_heads() * model.get_head_size() * model.dtype.itemsize
         budget = Budget.parse(self.terms.k, n_layers=len(windows), bytes_per_token=bytes_per_token, bounds=bounds)
-        longest, tokens = model.max_model_len, budget.tokens(0, model.max_model_len)  # what layer 0 may hold
+        longest, tokens = model.max_model_len, budget.rules[0].tokens(model.max_model_len)  # what layer 0 may hold
         if longest <= tokens:
             _LOG.warning("[kvpatch] k=%r is not below max_model_len=%d: nothing is evicted.", self.terms.k, longest)
         tp = get_tp_group()

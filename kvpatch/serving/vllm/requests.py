@@ -102,7 +102,7 @@ class Requests:
         for name in decoding:
             self._end_prompt(name)
         rows = self.rows[asked_k].gather(decoding)
-        return Part(rows.cache, on_device([decoding[name] for name in rows.alive], self.device), decodes=True)
+        return Part(rows.cache, on_device([[decoding[name]] for name in rows.alive], self.device))
 
     def _list_columns(self, together: Sequence[Scheduled]) -> Tensor:
         """Return the columns [B,Q] in the pass of requests that bring equally many tokens."""
@@ -121,7 +121,7 @@ class Requests:
         cache.plans.prompt_len = together[0].columns  # it evicts when so many are read
         rows = RequestRows([one.name for one in together], cache)
         self.reading |= dict.fromkeys(rows.alive, rows)  # until each decodes
-        return Part(cache, self._list_columns(together), decodes=False)
+        return Part(cache, self._list_columns(together))
 
     def _settings_of(self, asked_k: int) -> CacheSettings:
         """Return the settings for a new cache of requests that ask for this k (0: for none), made once: see `_by_own`."""
@@ -133,7 +133,7 @@ class Requests:
         """Return a pass's part for a further piece of a prompt, for `begin`. The cache evicts after it as at a prompt's end."""
         cache = self.reading[one.name].cache
         cache.plans.prompt_len = one.past + one.columns
-        return Part(cache, self._list_columns([one]), decodes=False)
+        return Part(cache, self._list_columns([one]))
 
     def _make_slots(self, layer: int, firsts: list[int], keys: Tensor, values: Tensor) -> PromptSlots:
         """Return a layer's storage of keys and values in new requests' pages, which are set to 0 first.
