@@ -109,7 +109,8 @@ class _Kernels(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v of a replay in training, by kernels, or by torch if these cannot be launched.
 
-        Autograd calls it. A failed launch is noted in `refusals.known`. None: for the six other arguments of `forward`.
+        Autograd calls it. A query sees the keys that were not evicted when its text was recorded: `deaths` has the position of
+        the first that no longer sees a key. A failed launch is noted in `refusals.known`. None: for the six others.
         """
         (q, k, v, out, lse), (positions, deaths, holes, ordered, rows_BQ, geometry, name, case) = ctx.saved_tensors, ctx.rest
         keys = Keys(k, v, positions, holes, 0, ordered, deaths_BHT=deaths)

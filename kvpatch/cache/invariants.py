@@ -148,7 +148,7 @@ class _LayerState:
         self.column = torch.arange(layer.positions.shape[2], device=layer.device)
         offsets, all_used = layer.kv.head_offsets, [layer.columns_used] * self.held_BH.numel()  # offsets: of a ragged layer
         limits = all_used if offsets is None else offsets.filled if layer.mode.evicts else offsets.capacities
-        self.limit_BH = self.held_BH.new_tensor(limits).view_as(self.held_BH)  # slots in use
+        self.limit_BH = torch.tensor(limits, device=self.held_BH.device).view_as(self.held_BH)  # slots in use
 
     def check(self, least: int, reading: bool) -> None:
         """For `check_state`, between passes: raise InvalidError if the layer contradicts itself.
@@ -257,14 +257,14 @@ class _LayerState:
         """For `check`: raise InvalidError if slots after each head's tokens are not free, in a layer that evicts nothing.
 
         `mode.slack`: tokens that fit after the prompt before buffers must grow. `mode.grown`: how many of them have come.
-        `layer.taken`: columns that hold tokens, the prompt's among them.
         """
         layer, free_BH, offsets = self.layer, mode.free_BH, self.layer.kv.head_offsets
         must(layer.may_have_empty, "no slot may be empty where tokens go into free slots")  # False says so
         self._check_all_used()
         must(mode.grown <= mode.slack, f"{mode.grown} of {mode.slack} free slots are taken")
         must(self.limit_BH - free_BH >= mode.slack - mode.grown, "fewer slots are free than it says")
-        next_BH = layer.taken if offsets is None else free_BH.new_tensor(offsets.filled).view_as(free_BH) + mode.grown
+        filled = [] if offsets is None else offsets.filled
+        next_BH = torch.tensor(filled, device=free_BH.device).view_as(free_BH) + mode.grown if filled else layer.taken
         must(free_BH == next_BH, "free_BH is not the slot after those taken")
         age = free_BH[..., None] - self.column  # 1 at the newest
         must(~self.occupied | (age > 0), "a free slot is taken")

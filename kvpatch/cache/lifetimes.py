@@ -91,7 +91,7 @@ class Lifetimes(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[Lifetimes | None]) -> Lifetimes | None:
-        """For `_join_caches`: join the lifetimes (when each token was evicted) of caches; None if some cache has none."""
+        """For `_join_caches`: append the rows of caches' lifetimes, the shorter ones filled up; None if some cache has none."""
         present = [part for part in parts if part is not None]
         if len(present) < len(parts):
             return None
@@ -207,6 +207,6 @@ def join_padded(parts: Sequence[Tensor], value: int) -> Tensor:
 
 
 def _cat_known(parts: Sequence[Tensor | None], value: int) -> Tensor | None:
-    """Join rows as `join_padded` does; None if some part has rows that are not known."""
+    """Append rows, filled up with `value` (`join_padded`); None if some part has rows that are not known."""
     known = [part for part in parts if part is not None]
     return join_padded(known, value) if len(known) == len(parts) else None

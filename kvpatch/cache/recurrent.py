@@ -117,7 +117,10 @@ class RecurrentStates(Cache):
         self.fill_states({name: torch.cat([one[name] for one in states]) for name in states[0]})
 
     def _trim_states(self) -> dict[str, Tensor]:
-        """Return all states by name, for `join`; convolutions' are cut to the kernel's width: recorded pasts are longer."""
+        """Return all states by name in a new dict, for `join`; those of convolutions have the kernel's width.
+
+        The layers' own are longer where pasts are recorded for crop(), and shorter after a text of few tokens.
+        """
         states = self.tensors()
         for number in self.numbers:
             layer: Any = self.layers[number]

@@ -94,8 +94,8 @@ def _make_stages(model: Any) -> dict[str, Stage]:
     been read and evicted.
     """
     return {
-        "needles": Stage(model, read_needles()),
-        "later": Stage(model, read_needles(in_prompt=False)),
+        "needles": Stage(model, read_needles(model.device)),
+        "later": Stage(model, read_needles(model.device, in_prompt=False)),
     }
 
 

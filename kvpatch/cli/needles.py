@@ -42,17 +42,17 @@ class TextBatch:
         return (logits_BSV[:, start:stop].argmax(-1) == self.ids_BT[:, self.n + start : self.n + stop]).all(-1)
 
 
-def read_needles(in_prompt: bool = True) -> TextBatch:
+def read_needles(device: torch.device, in_prompt: bool = True) -> TextBatch:
     """Read the prompts of `kvpatch demo` for the model llama-0: keys with three values each among filler, then a question.
 
     `_make_stages` calls it. Each row of ids ends with a question mark, the key that is asked for, and its three values.
 
     Args:
+        device: of the model.
         in_prompt: the question belongs to the prompt; else it is fed after compression.
     """
     held = json.loads((MODELS / "llama-0" / "needles.json").read_text(encoding="utf-8"))
-    ids_BT = torch.tensor(held["rows"])
-    row = ids_BT[0].tolist()
+    ids_BT, row = torch.tensor(held["rows"], device=device), held["rows"][0]
     question = len(row) - 5  # the column of the question mark; then the key and three values
     n = question + 2 if in_prompt else question
     needles = [(i, i + 4) for i in range(question) if row[i] in held["keys"]]  # spans of a key and its values

@@ -34,7 +34,8 @@ NO_CAPTURE = (
 def before_decoder(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState) -> Changed:
     """Begin each forward pass of a patched decoder, as its pre-hook, over an EvictingCache; return the changed arguments.
 
-    None leaves the arguments as they are: the model's own code runs. `_begin_step` begins steps that are traced or captured.
+    None leaves the arguments as they are: the model's own code runs. `_begin_step` begins steps that are traced or captured,
+    `_begin_untraced` all others: it makes a cache where none is given, and takes over or refuses that of an unpatched model.
     """
     call = {**dict(zip(state.decoder_parameters, args, strict=False)), **kwargs}
     past = cache_of(call)

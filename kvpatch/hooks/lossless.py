@@ -215,7 +215,7 @@ class Drafter(CandidateGenerator):
 
 
 def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap generate()'s method that makes the object that drafts tokens, for `Installation._install_generate` if lossless."""
+    """Wrap generate()'s method that makes what drafts tokens: here from the budget, for all entries to verify."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         """Return, for generate(), what drafts in assisted decoding: a Drafter for a lossless cache, else the model's object."""

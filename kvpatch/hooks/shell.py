@@ -41,7 +41,8 @@ def makes_masks(module: nn.Module) -> bool:
 def list_hooks(shell: nn.Module | None, decoder: nn.Module, state: PatchState) -> list[tuple[nn.Module, Hook]]:
     """Return the pre-hooks by which a new patch will begin each pass, with their modules, for `Installation._change_model`.
 
-    shell: a model around the decoder that makes its masks, where the pass then begins; or None.
+    shell: a model around the decoder that makes its masks, where the pass then begins; or None. Its decoder's hook begins a
+    pass only where the decoder is called alone. names: of the parameters of the shell's forward.
     """
     if shell is None:
         return [(decoder, functools.partial(before_decoder, state=state))]

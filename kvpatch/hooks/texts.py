@@ -133,7 +133,10 @@ def _rows_like(given_BT: Tensor, known_BT: Tensor) -> Tensor | None:
 
 
 def check_seen_mask(mask_BT: Tensor, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError, for `_check_batch`, if a pass's mask contradicts the padding that its cache knows it has read."""
+    """Raise KVPatchError, for `_check_batch`, if a pass's mask contradicts the padding that its cache knows it has read.
+
+    Q: columns of the pass. Before the last edit (`columns_at_edit`) the mask may have 0 where the cache has read a token.
+    """
     known_BT, seen = cache.ids.ids_BT, cache.get_seq_length()
     # joined rows, of caches of different lengths, have no columns in common with a mask
     if known_BT is None or known_BT.shape[1] != seen or mask_BT.shape[1] != seen + Q or cache.rows.concatenated:

@@ -181,7 +181,7 @@ class Configuration:
 
     @refusing_values
     def read_shape(self) -> Shape:
-        """Read what the cache's size depends on, for `plan`: layers, states, positions. Raises KVPatchError without it."""
+        """Read what the cache's size depends on, for `plan`: layers, states, positions. KVPatchError: some are wrong."""
         kinds, windows = self._list_kinds(), self._list_windows()
         borrowed = self.get("num_kv_shared_layers") or 0  # the last layers, which use the keys of others
         own_layers = list(enumerate(zip(kinds, windows, strict=True)))[: len(kinds) - borrowed]

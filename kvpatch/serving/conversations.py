@@ -54,7 +54,8 @@ class Beginning:
         """Note the first `length` tokens of a conversation, which begin a request's text. Copies nothing: `copy` does that.
 
         `Conversations.find` makes one. positions: of these tokens in the conversation's cache, with gaps where an edit has
-        removed tokens. held: tokens that a KV head of each layer holds. reused: tokens that the request need not read again.
+        removed tokens. held: number of tokens that a KV head of the conversation's cache holds, by layer. reused: tokens that
+        the request need not read again: fewer than `length` after an edit.
         system: tokens of its system message.
         """
         self.positions, self.held, self.reused = conversation.positions[:length], conversation.held, reused

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -364,7 +365,7 @@ def test_without_matplotlib_nothing_is_measured(command, folder, prompt, tmp_pat
 def test_the_models_of_the_demo_lie_in_the_package():
     assert MODELS.is_relative_to(Path(kvpatch.__file__).parent)
     assert {path.parent.name for path in MODELS.glob("*/model.safetensors")} == {"llama-0", "llama-python"}
-    prompt, later = read_needles(), read_needles(in_prompt=False)
+    prompt, later = read_needles("cpu"), read_needles("cpu", in_prompt=False)
     assert (prompt.n, later.n, len(prompt.ids_BT)) == (234, 232, 24)
     assert torch.equal(prompt.ids_BT, later.ids_BT)
     start, stop = prompt.answer
@@ -372,6 +373,11 @@ def test_the_models_of_the_demo_lie_in_the_package():
     (asked,) = prompt.marks.asked
     assert keys == [prompt.ids_BT[0, 233]]
     assert torch.equal(prompt.ids_BT[0, asked[0] + 1 : asked[1]], prompt.ids_BT[0, 234 + start : 234 + stop])
+
+
+def test_the_demo_s_texts_lie_on_the_device_of_their_model():
+    stages = demo._make_stages(SimpleNamespace(device=torch.device("meta")))
+    assert [stage.text.ids_BT.device.type for stage in stages.values()] == ["meta", "meta"]
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ class LongChecks(Checks):
 
 
 @pytest.mark.parametrize("policy", UNCALIBRATED)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 def test_eviction_is_masking_at_2000_tokens_of_prose(short, tokenizer, policy):
     """Of two layers."""
     checks = LongChecks(short, policy, k=0.3)

@@ -77,7 +77,8 @@ def channels(
 ):  # fmt: skip
     """Return which channel each column of a piece holds, and a mask of the columns that hold one.
 
-    A piece is HALF channels; each STEP of them take SPAN columns, a power of two, of which the rest is empty.
+    `split_kernel` calls it to address a head's keys and values. A piece (number PIECE) is HALF channels, of 4-bit codes those
+    in the low or high halves of the bytes; each STEP of them take SPAN columns, a power of two, of which the rest is empty.
     """
     c = tl.arange(0, COLUMNS)
     if (SPAN == COLUMNS) | (SPAN == STEP):
@@ -127,7 +128,11 @@ def decode_codes(
     codes, ENTRIES, row, seen, centre, dtype: tl.constexpr, PIECE: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers [M,columns] of one piece's codes [M,steps,SPAN]. centre: of that piece, or None."""
+    """Return the numbers [M,columns] of one piece's codes [M,steps,SPAN]: code * scale + zero, plus the centre if there is one.
+
+    `split_kernel` calls it for tiles of rounded keys and values. ENTRIES: a storage of rows, each with GROUPS scales, then as
+    many zeros (HEAD bytes in all), then its codes (HALF bytes). row: the row of each of the M codes. seen: rows to be read.
+    """
     GROUPS: tl.constexpr = D // GROUP
     SCALES = ENTRIES.to(tl.pointer_type(dtype), bitcast=True)
     group = _find_groups(PIECE, HALF, GROUP, STEP, codes.shape[1])
