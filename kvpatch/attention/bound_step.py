@@ -92,12 +92,14 @@ class FusedByTorch(Fused):
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
         """Store what the layer's decode steps have in common, and views of its buffers. `bind_steps` makes it."""
         super().__init__(call, stack)
-        # observes: scores need the probabilities. slotted: a token goes into a free slot, else after the used columns
-        self.observes, self.slotted = stack is not None and call.observes, self.mode.fills_free_slots
+        # observes: scores need the probabilities. A token that fills no free slot goes after the used columns
+        self.observes, self.fills_free_slots = stack is not None and call.observes, self.mode.fills_free_slots
         B, H, G, D = self.query
         self.heads = B * H, G, D
         self.p_NGC = (  # this layer's part of the buffer of all layers' probabilities
-            stack.view_probabilities(call, self.dtype).flatten(0, 1) if self.observes and self.slotted and stack else None
+            stack.view_probabilities(call, self.dtype).flatten(0, 1)
+            if stack and self.observes and self.fills_free_slots
+            else None
         )
         self._view_buffers()
 
@@ -137,7 +139,7 @@ class FusedByTorch(Fused):
         `FusedByTorch.__call__` begins with it. In the second case `columns_used` grows; full buffers are replaced by larger.
         """
         slots = self.slots
-        if self.slotted:  # each head has a free slot, and all columns are in use
+        if self.fills_free_slots:  # each head has a free slot, and all columns are in use
             self.kv.write_at(slots.free_slots(), *self.kv.encode_pair(k, v))
             return self.C
         start = slots.columns_used
@@ -221,12 +223,12 @@ def _bind_layer(steps: Steps, layer: int, q_BHGD: Tensor, stack: LayerStack | No
 def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
     """Make a stacked layer's bound step for `_bind_layer`: Fused (few calls) if the stack's backend can, else Unbound.
 
-    An Unbound step calls `run_step`. slotted: tokens go into free slots of each head.
+    An Unbound step calls `run_step`.
     """
-    slotted, kernels = call.slots.mode.fills_free_slots, stack.backend == "triton"
+    fills_free_slots, kernels = call.slots.mode.fills_free_slots, stack.backend == "triton"
     # a number stored with each token that depends on its key: each layer writes it. One of positions the stack writes for all.
     writes_state = call.policy.stores and not call.policy.entry_by_position
-    if writes_state or (kernels and not slotted) or not (kernels or _is_plain_softmax(call)):
+    if writes_state or (kernels and not fills_free_slots) or not (kernels or _is_plain_softmax(call)):
         return Unbound(call, stack)
     return FusedByKernels(call, stack) if kernels else FusedByTorch(call, stack)
 

@@ -233,7 +233,7 @@ class _LayerState:
         Every column is a slot. Each head has an empty one for the next token, or larger buffers are allocated before it.
         """
         layer = self.layer
-        must(layer.may_have_empty, "no slot may be empty where heads evict as their budget moves")  # False says so
+        must(layer.may_have_empty, "it says that no slot may be empty, but heads evict as their budget moves")
         self._check_all_used()
         must(self.held_BH <= layer.own_budget_BH1[..., 0], "a head holds more than it ever may")
         self._check_free(mode, self.limit_BH <= layer.own_budget_BH1[..., 0], self.held_BH == self.limit_BH)
@@ -259,7 +259,7 @@ class _LayerState:
         `mode.slack`: tokens that fit after the prompt before buffers must grow. `mode.grown`: how many of them have come.
         """
         layer, free_BH, offsets = self.layer, mode.free_BH, self.layer.kv.head_offsets
-        must(layer.may_have_empty, "no slot may be empty where tokens go into free slots")  # False says so
+        must(layer.may_have_empty, "it says that no slot may be empty, but tokens go into free slots")
         self._check_all_used()
         must(mode.grown <= mode.slack, f"{mode.grown} of {mode.slack} free slots are taken")
         must(self.limit_BH - free_BH >= mode.slack - mode.grown, "fewer slots are free than it says")

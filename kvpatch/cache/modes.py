@@ -26,8 +26,8 @@ class Mode(Batched):
     """State of a layer that says where its next token goes and if its heads evict: the interface of all modes.
 
     name: in a saved cache. fills_free_slots: the next token goes into a free slot of each head, `free_BH` (the index after a
-    head's last slot if all are taken); else after the used columns. evicts: while decoding. croppable: the
-    last columns are the last tokens, and nothing was evicted for them.
+    head's last slot if all are taken); else after the used columns. evicts: while decoding. croppable: the last
+    columns are the last tokens, and nothing was evicted for them.
 
     steps_until_full: until every row has as many tokens as it may hold between steps. has_short_heads: some head may need more
     slots than it has. all_heads_short: all have fewer than their budget, and nothing is evicted until buffers have moved.
