@@ -144,8 +144,7 @@ class InterfaceAdapter(Adapter):
         many tokens. Without config.layer_types, `slides` of the family's row decides for all layers.
         """
         config: Any = attn.config
-        types = getattr(config, "layer_types", None)
-        slides = self._slides
+        types, slides = getattr(config, "layer_types", None), self._slides
         if types is not None:
             # a layer that knows its index
             kind = types[attn.layer_idx] if knows_number(attn) else None  # type: ignore[index]
@@ -161,7 +160,8 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._sinks)
 
     def dropout(self, attn: nn.Module) -> float:
-        return _find_value(attn, self._dropout) or 0.0
+        own = getattr(attn, self._dropout.rpartition(".")[2], None)  # noted when it was made; its config may have changed since
+        return own if isinstance(own, float) else _find_value(attn, self._dropout) or 0.0
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         """Return the number of KV heads (0 if layers differ in it) and the head size of keys, from the module or its config.

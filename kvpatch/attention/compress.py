@@ -112,6 +112,8 @@ class PromptEnd:
         """
         keys, slots = self.key_by_score(), self.call.slots
         self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]
+        if self.call.policy.schedule == "decode":  # all that is held stays outside the budget, and so does what was lost of it
+            self.context.lost_BH1 = None
         count_BH1, slots.lost_BH1 = self.call.rule.kept(self.call.score, self.context, keys)
         rows = zip(count_BH1[..., 0].tolist(), self.held, self.call.now.rows_B, strict=True)
         return [count if n_queries else held for count, held, n_queries in rows]
@@ -278,27 +280,26 @@ def _keep_all(call: Call) -> None:
 def _count_held(call: Call, past: int, everyone: Parallel) -> tuple[list[list[int]], list[list[int]]]:
     """Return how many tokens each head holds (`held`), and how many of them are outside the budget (`fixed`), by row.
 
-    `PromptEnd.count` calls it. It waits for the device if heads may hold different numbers. The budget does not count the
-    prompt if only generated tokens are evicted, nor earlier turns of a chat if they are kept: then tokens before the position
-    `fixed_end_B` of a row are outside. past: slots in use before the prompt that ends. everyone: the processes whose heads are
-    counted.
+    `PromptEnd.count` calls it. It waits for the device if heads may hold different numbers. If only generated tokens are
+    evicted, the budget counts nothing that is held as a prompt ends. Nor does it count earlier turns of a chat if they are
+    kept: then tokens before the position `kept_below_B` of a row are outside. past: slots in use before the prompt that ends.
+    everyone: the processes whose heads are counted.
     """
     slots, now = call.slots, call.now
     B, H, _ = slots.positions.shape
     positions, keeps_prompt = call.positions_BHT, call.policy.schedule == "decode"
-    fixed_B, fixed_end_B = (now.n_B, None) if keeps_prompt else ([0] * B, now.kept_below_B)
     held_B = None if slots.may_have_empty else [slots.columns_used] * B
     if not past:
         held_B = [now.prompt_columns] * B if now.padding is None else now.padding.real_B
-    if held_B is not None and fixed_end_B is None:  # all heads of a row hold equally many: the host knows the numbers
+    if held_B is not None and now.kept_below_B is None:  # all heads of a row hold equally many: the host knows the numbers
         all_heads = H * everyone.size
-        return [[n] * all_heads for n in held_B], [[n] * all_heads for n in fixed_B]
+        return [[n] * all_heads for n in held_B], [[n * keeps_prompt] * all_heads for n in held_B]
     # earlier evictions have left heads with different tokens: count on the device
     held_BH = (positions >= 0).sum(-1) if held_B is None else now.copy(held_B, positions.device)[:, None].expand(B, H)
-    if fixed_end_B is None:
-        fixed_BH = now.copy(fixed_B, positions.device)[:, None].expand_as(held_BH)
+    if now.kept_below_B is None:
+        fixed_BH = held_BH * keeps_prompt
     else:
-        fixed_BH = ((positions >= 0) & (positions < now.copy(fixed_end_B, positions.device)[:, None, None])).sum(-1)
+        fixed_BH = ((positions >= 0) & (positions < now.copy(now.kept_below_B, positions.device)[:, None, None])).sum(-1)
     held, fixed = torch.stack([everyone.gather_heads(held_BH), everyone.gather_heads(fixed_BH)]).tolist()
     return held, fixed
 

@@ -19,6 +19,7 @@ from ..policies.served import refuse
 from . import checks
 from .concat import lay_out_anew
 from .layer import SlotLayer
+from .rollback import UNDO_STEPS
 from .state import TextState, Turns
 
 Span = tuple[int, int]
@@ -157,16 +158,15 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
             f"Cannot roll back {count} tokens: the text was edited after {cache.rows.columns_at_edit}. Take back "
             f"{cache.columns_read - cache.rows.columns_at_edit} at most, or go on from a clone() made before the edit."
         )
+    if cache.rows.padded or cache.rows.concatenated:  # else each row has as many tokens as columns
+        _refuse_padding(cache, count)
     settings = cache.settings
     if not can_crop(cache, count):
         if cache.plans.may_roll_back:
             cache.reset()
             return
         refuse("roll-back", settings.list_features(crop=count))  # raises if settings exclude it; else steps were not recorded
-        raise KVPatchError(
-            f"Cannot roll back {count} tokens: what they evicted was not recorded. Call "
-            "cache.activate_past_recording() before generating them, or cache.clone() before and use the copy."
-        )
+        raise KVPatchError(f"Cannot roll back {count} tokens: {_explain_missing_record(cache)}")
     with cache.changing("crop()"):
         cache.unstack_layers(due=False)  # layers have separate buffers again
         shared_scores = [layer.crop(count) for layer in cache.layers]
@@ -181,6 +181,32 @@ def crop(cache: TextState, tokens_to_remove: int) -> None:
         if not cache.columns_read:
             cache.turns = Turns()  # the next prompt is a text's first
         trim_slots(cache)
+
+
+def _explain_missing_record(cache: TextState) -> str:
+    """Return, for the error of `crop`, why the last tokens' steps are not on record, and what to do."""
+    if cache.turns.unfinished:
+        return "their prompt has not ended: read on to its end, or reset() the cache and read another text."
+    if not all(layer.record_past for layer in cache.layers):
+        return (
+            "what they evicted was not recorded. Call cache.activate_past_recording() before generating them, or cache.clone() "
+            "before and use the copy."
+        )
+    logged = min(len(layer.undo_log) for layer in cache.layers)
+    return (
+        f"what they evicted was not recorded. The record has the last {logged} steps, of {UNDO_STEPS} at most: take back as "
+        "many, ask for fewer drafts at a time (prompt_lookup_num_tokens), or call cache.clone() before and use the copy."
+    )
+
+
+def _refuse_padding(cache: TextState, count: int) -> None:
+    """For `crop`: raise KVPatchError if some row has fewer than `count` tokens: its padding does not roll back."""
+    fewest, row = cache.lengths_B.min(0)
+    if count > int(fewest):
+        raise KVPatchError(
+            f"Cannot roll back {count} tokens: row {int(row)} has {int(fewest)}. Take back so many at most, or empty the cache "
+            "with reset()."
+        )
 
 
 def drop_last(cache: TextState, count: int) -> None:
@@ -203,12 +229,15 @@ def can_crop(cache: TextState, count: int) -> bool:
     """Tell `crop` if it can take back the last `count` tokens exactly: their steps were logged, or have changed no other token.
 
     A policy `remembers` if its sums of attention include that of later tokens, and `revises` if later tokens of a prompt change
-    what is stored with earlier ones.
+    what is stored with earlier ones. Until a prompt ends, what a policy `reads` of it cannot be taken back.
     """
     settings, n_read = cache.settings, cache.columns_read
     inside = cache.counters.steps < count < n_read  # the crop ends inside a prompt, whose first tokens stay
     pairs = zip(settings.evicts, settings.policies, strict=True)
-    remembers = [evicts and (policy.remembers or (inside and policy.revises)) for evicts, policy in pairs]
+    remembers = [
+        evicts and (policy.remembers or (inside and policy.revises) or (cache.turns.unfinished and policy.reads))
+        for evicts, policy in pairs
+    ]
     croppable = all(layer.can_crop(count, remembered) for layer, remembered in zip(cache.layers, remembers, strict=True))
     return croppable and n_read - count >= cache.rows.columns_at_edit and cache.states.can_crop(count, n_read)
 

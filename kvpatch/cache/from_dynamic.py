@@ -83,7 +83,7 @@ def _check_past(cache: TextState, past: Cache, ids_known: bool) -> None:
     `absorb` and `compress_past` call it before anything changes.
     """
     kind, settings = type(past).__name__, cache.settings
-    if not isinstance(past, Cache):
+    if not isinstance(past, Cache) or not hasattr(past, "layers"):  # an EncoderDecoderCache is two caches
         raise KVPatchError(f"past={past!r:.60} is a {kind}: give a DynamicCache, as an unpatched model makes it.")
     if isinstance(past, TextState):
         raise KVPatchError(f"past is a {kind}, which is on a budget already: use its clone().")

@@ -38,14 +38,14 @@ def check_state(cache: TextState) -> None:
     most, fewest = int(seen_B.max()), int(seen_B.min())
     # without padding a row has as many tokens as columns, or fewer if caches were concatenated
     agree = cache.rows.padded or unfinished or (most == seen and (cache.rows.concatenated or fewest == seen))
-    agree = agree and most <= seen and (fewest > 0 or unfinished)
+    agree = agree and most <= seen and (fewest > 0 or cache.rows.padded or unfinished)
     must(agree, f"{seen} columns were seen, and {fewest} to {most} tokens of its rows")
-    must(cache.counters.steps <= seen, f"{cache.counters.steps} steps of {seen} tokens")
-    gaps_B, behind_B = cache.rows.gaps_B, cache.counters.steps_behind_B  # padding after tokens; steps behind other rows
-    if gaps_B is not None:
-        must((gaps_B >= 0) & (gaps_B <= seen_B), "gaps_B is no number of columns")
-    if behind_B is not None:
-        must((behind_B >= 0) & (behind_B <= cache.counters.steps), "shortfall_B is no number of steps")
+    counters, gaps_B = cache.counters, cache.rows.gaps_B
+    must(counters.steps <= seen, f"{counters.steps} steps of {seen} tokens")
+    must(gaps_B is None or (gaps_B >= 0) & (gaps_B <= seen_B), "gaps_B is no number of columns")
+    behind_B, span_B = counters.steps_behind_B, counters.temperature_steps_B
+    must(behind_B is None or (behind_B >= 0) & (behind_B <= counters.steps), "shortfall_B is no number of steps")
+    must(span_B is None or (span_B >= 1) & (span_B < 2**53), "span_B is no number of steps")
     if cache.shared_score is not None:
         grows, room = cache.settings.policy.schedule != "prompt", cache.shared_score.shape[-1]  # grows: in decode steps
         must(room > seen or not grows, f"shared has room for {room} of {seen + 1} tokens")
@@ -161,7 +161,7 @@ class _LayerState:
         ordered = p.sort(-1).values
         must((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0), "a head holds a token twice")
         must(~self.occupied | (self.column < self.limit_BH[..., None]), "tokens lie beyond the slots in use")
-        must(self.held_BH >= least, f"a head holds fewer than {least} tokens")
+        must(self.held_BH >= self.seen_B11[..., 0].clamp(max=least), f"a head holds fewer than {least} tokens")
         first, used = layer.first_croppable, layer.columns_used
         must(first <= used, f"{first} columns cannot be cropped, but only {used} are in use")
         if layer.in_text_order:  # and without gaps

@@ -26,6 +26,7 @@ class Unpicklable:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse pickle, torch.save and multiprocessing, which call this."""
         raise KVPatchError(
-            f"A {type(self).__name__} cannot be pickled, nor saved by torch.save or sent to another process: write a cache by "
-            "patch.save_cache(cache, path), a prefix by patch.save_cache(prefix.copy(), path), and read patch.load_cache(path)."
+            f"This {type(self).__name__} cannot be pickled, nor saved by torch.save or sent to another process: write a "
+            "cache by patch.save_cache(cache, path), a prefix by patch.save_cache(prefix.copy(), path), and read it by "
+            "patch.load_cache(path)."
         )

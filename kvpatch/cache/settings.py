@@ -86,7 +86,7 @@ class CacheSettings:
             renumbered=self.renumbered,
             record=self.records_lifetimes,
             strict=bool(self.strict),
-            k=self.budget.described(),
+            k=self.budget.shortened(),
             table=any(isinstance(rule, HeadSizes) for rule in self.budget.rules),
             varied=next((str(rule) for rule in own if rule.moves or not rule.aligned), None),
             whole=next((i for i, evicts in enumerate(self.evicts) if not evicts), None),  # a layer that keeps all
@@ -242,6 +242,8 @@ class CacheSettings:
         if other is self:
             return
         mine, theirs = (_flatten_names(one.described()) for one in (self, other))
+        if len(mine["k"]) == len(theirs["k"]):  # else the numbers of layers differ
+            mine["k"], theirs["k"] = self.budget.shortened(), other.budget.shortened()
         for name in dict.fromkeys((*mine, *theirs)):
             if mine.get(name) != theirs.get(name):
                 yield name, mine.get(name), theirs.get(name)

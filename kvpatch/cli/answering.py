@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.cli.serving.utils import (
     CBGenerateManager,
     CBStreamer,
@@ -47,8 +47,9 @@ def start_engine(model: Any, options: dict[str, Any], conversations: Conversatio
         KVPatchError: it does not start.
     """
     config = ContinuousBatchingConfig(**options, use_cuda_graph=False, use_async_batching=False)
-    greedy = copy.deepcopy(model.generation_config)  # requests that sample add noise to their logits
-    greedy.do_sample, greedy.num_return_sequences = False, 1
+    # requests that sample add noise to their logits, and have processors of their own
+    own = model.generation_config
+    greedy = GenerationConfig(do_sample=False, eos_token_id=own.eos_token_id, stop_strings=own.stop_strings)
     manager = model.init_continuous_batching(
         generation_config=greedy, continuous_batching_config=config, conversations=conversations, messages=True
     )

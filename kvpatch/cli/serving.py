@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import transformers
@@ -60,6 +61,7 @@ def run(
     from transformers.cli.serve import Serve
 
     from .answering import Answers, start_engine
+    from .tool_calls import make_tolerant_parser
 
     positions = _find_limit(source, positions, settings)
     if policy.scope.keeps_system:
@@ -69,6 +71,8 @@ def run(
         for one in sockets:
             undo.callback(one.close)
         model, tokenizer, port = source.model(), source.tokenizer(), sockets[0].getsockname()[1]
+        tokenizer.parse_response = make_tolerant_parser(tokenizer)  # an unreadable tool call becomes text
+        undo.callback(vars(tokenizer).pop, "parse_response")
         patched = patch(model, policy, k, **settings)
         undo.callback(patched.remove)
         manager = start_engine(model, engine, conversations)
@@ -89,7 +93,7 @@ def run(
                 log_level="error",
             )
         if background:
-            undo.pop_all()  # the thread still needs the patch and the sockets
+            undo.pop_all()  # the thread still needs them
     return served
 
 
@@ -162,20 +166,16 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
     """Make transformers' server serve this model alone, at the sockets `bound`, inside the with-block of `run`.
 
     Inside it, names in transformers' and uvicorn's modules are replaced: the model manager returns the loaded model, the app is
-    wrapped by `_mend_app`, and the server listens at `bound`. The tokenizer's parse_response is replaced for good.
+    wrapped by `_mend_app`, and the server listens at `bound`.
     """
     import uvicorn
     from transformers.cli.serving import model_manager, server
     from transformers.cli.serving.utils import BaseHandler, get_response_template
 
     from .request_fields import Served
-    from .tool_calls import convert_messages, tolerate_bad_calls
+    from .tool_calls import convert_messages
 
-    manager_module: Any = model_manager
-    app_module: Any = server
-    uvicorn_module: Any = uvicorn
     started = int(time.time())
-    tolerate_bad_calls(tokenizer)  # an unreadable tool call becomes text
 
     class Loaded(model_manager.ModelManager):
         """A model manager whose one model was loaded, and patched, before."""
@@ -205,26 +205,29 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
         async def serve(self, sockets: Any = None) -> None:
             await super().serve(bound)
 
-    # replace the names, and put the originals back at the end
-    manager, build, config, listening = (
-        manager_module.ModelManager,
-        app_module.build_server,
-        uvicorn_module.Config,
-        uvicorn_module.Server,
-    )
-    manager_module.ModelManager, uvicorn_module.Server = Loaded, Bound
+    build = server.build_server
     # without the timeout a server that stops waits for every client
-    uvicorn_module.Config = partial(config, timeout_graceful_shutdown=PATIENCE, access_log=False)
-    app_module.build_server = build_mended
+    config = partial(uvicorn.Config, timeout_graceful_shutdown=PATIENCE, access_log=False)
+    with ExitStack() as stack:
+        for module, name, value in (
+            (model_manager, "ModelManager", Loaded),
+            (server, "build_server", build_mended),
+            (uvicorn, "Config", config),
+            (uvicorn, "Server", Bound),
+        ):
+            stack.enter_context(_replace_attribute(module, name, value))
+        yield
+
+
+@contextmanager
+def _replace_attribute(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Set a module's attribute inside a with-block of `_serve_loaded`, and put the old one back at its end."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        (
-            manager_module.ModelManager,
-            app_module.build_server,
-            uvicorn_module.Config,
-            uvicorn_module.Server,
-        ) = manager, build, config, listening
+        setattr(module, name, before)
 
 
 def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers.cli.serving.utils import BaseHandler, Modality, _normalize_tool_call
@@ -25,8 +26,8 @@ def convert_messages(messages: list[dict[str, Any]], modality: Modality) -> list
     return converted
 
 
-def tolerate_bad_calls(tokenizer: Any) -> None:
-    """Replace the tokenizer's parse_response, so that an unreadable tool call becomes text, not an error.
+def make_tolerant_parser(tokenizer: Any) -> Callable[..., Any]:
+    """Return a function in place of the tokenizer's parse_response: an unreadable tool call becomes text, not an error.
 
     `_serve_loaded` calls it as a server starts.
     """
@@ -42,4 +43,4 @@ def tolerate_bad_calls(tokenizer: Any) -> None:
             return {"content": tokenizer.decode(tokens, skip_special_tokens=True)}
         return parsed
 
-    tokenizer.parse_response = parse_response
+    return parse_response

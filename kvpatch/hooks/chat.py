@@ -97,7 +97,7 @@ class Chat:
         """
         asked = self._ask(text, role)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, done = Stop(), Outcome()  # a criterion by which generate() can be ended, and its result or error
+        stop, done = Stop(), Outcome(self._model.device.type)  # what can end generate(), and its result or error
         thread = Thread(target=done.keep, args=(lambda: self._generate(asked, stop, streamer=streamer), streamer.end))
         thread.start()
         try:

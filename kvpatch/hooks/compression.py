@@ -97,7 +97,7 @@ def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
 def _check_past(model: nn.Module, state: PatchState, past: Any, ids: Any, mask: Any) -> None:
     """Raise KVPatchError, for `compress_past` before it makes a cache, if it cannot take this `past`, token ids or mask."""
     settings, shape = state.settings, None
-    if isinstance(past, Cache):
+    if isinstance(past, Cache) and hasattr(past, "layers"):  # else `absorb` refuses it
         if not past.get_seq_length():
             raise KVPatchError(_EMPTY)
         ownership.check_layers(past, state)

@@ -68,15 +68,14 @@ def _run_with_cache(
     if state.settings.transparent and _asks_for_others(kwargs, *configs, self.config):  # policy "full"
         return run(*args, **kwargs)
     _refuse_cache_implementation(kwargs, *configs)
-    cache_name = _cache_parameter(run, kwargs)
-    if find_option("use_cache", kwargs, config) is False or cache_name is None:
+    cache_name, past = _cache_parameter(run, kwargs), cache_of(kwargs)
+    goes_on = isinstance(past, EvictingCache | LosslessCache | Prefix)  # the model would fill it whatever use_cache says
+    if cache_name is None or (find_option("use_cache", kwargs, config) is False and not goes_on):
         return run(*args, **kwargs)
     _refuse_checkpointing(self)
-    past = cache_of(kwargs)
     if state.lossless:
         given = texts.Given.of(args, kwargs, 0)
         return lossless.generate(run, args, kwargs, state, given.ids, cache_name, find_option("stop_strings", kwargs, *configs))
-    # the cache, and the text compared with what it has read
     past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
     cache = _cache_for(self, state, past, kwargs.get("attention_mask"))
     cache.refuse_unfinished()
@@ -87,13 +86,13 @@ def _run_with_cache(
     virtual = _virtual_tokens(self)  # how many tokens PEFT puts before the prompt
     if given.columns is not None and not assists:
         texts.check_mask(given)
-        if past is cache and not virtual:
+        if past is not None and not virtual:
             ownership.check(cache, state)
             state.log.warn_not_compared(texts.check_text(given, cache))
-    # tell the cache the lengths of prompt and answer, and run
+    recorded = assists or any(layer.record_past for layer in cache.layers)  # else steps are recorded for this call alone
     try:
         if assists:  # the model drafts tokens for another one
-            _prepare_drafts(cache, given.columns)
+            _prepare_drafts(cache, given.columns, kwargs, given.ids)
         elif given.columns is not None:
             _announce_prompt(cache, given, virtual)
             cache.plans.new_tokens = _count_new(kwargs, configs, (cache.plans.prompt_len or 0) - virtual)
@@ -112,7 +111,7 @@ def _run_with_cache(
             cache.in_progress.setdefault("change", ["generate() under torch.compile"])
         raise
     finally:
-        _finish(cache, state)
+        _finish(cache, state, recorded)
 
 
 def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
@@ -124,15 +123,13 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
         """Put an EvictingCache into `model_kwargs` as generate() begins, which calls this. Changes its `generation_config`."""
         past = cache_of(model_kwargs)
         past = ownership.start_from_prefix(past, state) if isinstance(past, Prefix) else past
-        if isinstance(past, LosslessCache):
-            return own(self)(generation_config, model_kwargs, *args, **kwargs)
-        given = isinstance(past, EvictingCache)  # by the wrapper of generate(), or by the caller
+        given = isinstance(past, EvictingCache | LosslessCache)  # by the wrapper of generate(), or by the caller
         leaves = state.settings.transparent and not given and _asks_for_others(model_kwargs, generation_config)
         if not leaves and (given or generation_config.use_cache is not False):
             _refuse_cache_implementation({}, generation_config)
             generation_config.cache_implementation = None
             generation_config.use_cache = True
-            if not given:
+            if not given or (isinstance(past, EvictingCache) and past.plans.prompt_len is None):  # not by the wrapper
                 made_here = past is None
                 past = _cache_for(self, state, past, model_kwargs.get("attention_mask"))
                 state.log.start(past, made_here)
@@ -148,10 +145,12 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
-        _prepare_drafts(cache, columns)
+        _prepare_drafts(cache, columns, model_kwargs)
     elif columns is not None:
-        cache.plans.prompt_len = columns
+        cache.plans.prompt_len, cache.plans.resent_columns = columns, cache.get_seq_length()
         cache.plans.new_tokens = None if config.max_length is None else max(int(config.max_length) - columns, 1)
+        if cache.get_seq_length() and not state.settings.transparent:  # its ids are not among the arguments here
+            state.log.warn_not_compared("generate() of the class was called, not the model's")
     weakref.finalize(config, _finish, cache, state).atexit = False
 
 
@@ -166,29 +165,32 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
         cache.plans.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
 
 
-def _finish(cache: EvictingCache, state: PatchState) -> None:
+def _finish(cache: EvictingCache, state: PatchState, recorded: bool = True) -> None:
     """Clear `cache.plans` and log the end time, for `_run_with_cache` after generate(), also if it failed."""
-    cache.plans.prompt_len = cache.plans.new_tokens = None
-    cache.plans.resent_columns = 0
+    cache.plans.prompt_len, cache.plans.new_tokens, cache.plans.resent_columns = None, None, 0
+    for layer in () if recorded else cache.layers:  # assisted decoding has turned it on: plain steps need no log
+        layer.record_past = False
     state.log.finish(cache)
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
     """Return the cache for a generate(): a new one for `past` None, a copy of an unpatched one, or `past`, an EvictingCache."""
-    # raises under lossless=True, which drafts in the wrapper of model.generate() and makes its cache there: a generate() that
-    # comes here has passed the wrapper by, as type(model).generate() does
+    # under lossless=True the wrapper of model.generate() makes the cache: type(model).generate() has passed it by
     refuse("generate() of the class", state.list_features())
     if past is None:
         text_config = model.config.get_text_config()
         return state.new_cache(getattr(text_config, "num_hidden_layers", None))
     if isinstance(past, Cache) and not isinstance(past, EvictingCache) and past.get_seq_length():
+        ownership.check_layers(past, state)
         from_dynamic.absorb(cache := state.new_cache(), past, mask)
         return cache
     return ownership.require_evicting_cache(past)
 
 
-def _prepare_drafts(cache: EvictingCache, columns: int | None) -> None:
+def _prepare_drafts(cache: EvictingCache, columns: int | None, kwargs: dict[str, Any], ids: Tensor | None = None) -> None:
     """Prepare an assistant model's cache, for `_run_with_cache`: it records drafting steps, so that they can be undone."""
+    if ids is not None and kwargs.get("attention_mask") is None:  # else generated pad tokens would count as padding
+        kwargs["attention_mask"] = torch.ones_like(ids)
     cache.activate_past_recording()
     cache.plans.may_roll_back = True
     if columns is not None and cache.get_seq_length() >= columns:
@@ -252,9 +254,7 @@ def _drafts_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
 
 def _compile_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
     """Tell `_run_with_cache` if generate() will compile its steps: the cache then gets room for all new tokens at once."""
-    if kwargs.get("disable_compile") or any(getattr(config, "disable_compile", None) for config in configs):
-        return False
-    return find_option("compile_config", kwargs, *configs) is not None
+    return not find_option("disable_compile", kwargs, *configs) and find_option("compile_config", kwargs, *configs) is not None
 
 
 def _refuse_checkpointing(model: Any) -> None:

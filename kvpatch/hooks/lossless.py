@@ -30,8 +30,9 @@ from ..arch.upstream import CACHE, cache_of, set_cache
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
 from ..errors import KVPatchError
+from ..policies.served import refuse
 from . import inputs
-from .accelerate import OwnMethod
+from .accelerate import OwnMethod, device_of
 from .state import PatchState
 
 FIRST, MOST = 8, 16  # tokens of a draft: of the first one, and of the longest
@@ -121,8 +122,7 @@ def begin_pass(reader: nn.Module, call: dict[str, Any], cache: LosslessCache, st
 
 def check_room(reader: nn.Module, tokens_1N: Tensor, cache: LosslessCache, state: PatchState) -> None:
     """Raise KVPatchError unless the host has room for the tokens' keys and values; `begin_pass` asks before each pass."""
-    numbers = sum(shape.heads * (shape.key + shape.value) for shape in state.shapes)
-    device = tokens_1N.device
+    numbers, device = sum(shape.heads * (shape.key + shape.value) for shape in state.shapes), tokens_1N.device
     cache.check_room(tokens_1N.shape[1], numbers * keys_dtype(reader, device.type).itemsize, device)
 
 
@@ -142,11 +142,9 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 
 def _check_rotations(model: Any, prompt: int, longest: int) -> None:
     """Raise KVPatchError, for `generate`, if rotary frequencies change within prompt and answer: stored keys would not."""
-    limit = switch_length(model)
-    if limit is None or longest - 1 <= limit:  # the last token is not read
+    if (limit := switch_length(model)) is None or longest - 1 <= limit:  # the last token is not read
         return
-    room = limit + 1 - prompt
-    less = f"give max_new_tokens={room} or less, or " if room > 0 else ""
+    less = f"give max_new_tokens={limit + 1 - prompt} or less, or " if prompt <= limit else ""
     raise KVPatchError(
         f"lossless=True: this model rotates its tokens otherwise once a text is longer than {limit} tokens, which the entries "
         f"on the host do not follow, and this one may have {longest}: {less}leave lossless out of patched()."
@@ -172,8 +170,7 @@ class Drafter(CandidateGenerator):
     def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
         """Begin the drafts of one generate(), which makes it by `_get_candidate_generator`. processors: of logits, or None."""
         self.model, self.cache, self.processors, self.state = model, cache, processors, state
-        self.samples = bool(config.do_sample)
-        self.longest: int = config.max_length  # tokens of prompt and answer
+        self.samples, self.longest = bool(config.do_sample), int(config.max_length)  # longest: tokens of prompt and answer
         self.criteria: StoppingCriteriaList = vars(config)[CRITERIA]  # put there by `decode` in generate() below
         self.length: int = FIRST  # tokens of the next draft
         self.failed = self.drafted = 0  # drafts in a row of which nothing was accepted; tokens of the newest draft
@@ -222,6 +219,8 @@ def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
         cache = cache_of(kwargs["model_kwargs"])
         if not isinstance(cache, LosslessCache):
             return own(self)(generation_config=generation_config, **kwargs)
+        if CRITERIA not in vars(generation_config):  # `decode` below did not run
+            refuse("generate() of the class", state.list_features())
         return Drafter(self, cache, kwargs.get("logits_processor"), generation_config, state)
 
     return _get_candidate_generator
@@ -278,16 +277,18 @@ def generate(
             raise KVPatchError("lossless=True generates greedily or by sampling: leave beams and other searches out.")
         if len(input_ids) != 1:
             raise KVPatchError("lossless=True drafts for one text at a time: leave num_return_sequences out.")
+        # transformers takes inputs on the CPU for any model, but does not move them where it drafts
+        input_ids, chunk = input_ids.to(device := device_of(model)), generation_config.prefill_chunk_size
+        others = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in others.items()}
         _check_processors(others["logits_processor"])
         _check_rotations(model, input_ids.shape[1], generation_config.max_length)  # raises if rotary frequencies change
         check_room(model, input_ids[:, seen:], cache, state)
-        chunk = generation_config.prefill_chunk_size
         if (seen or chunk) and input_ids.shape[1] > seen + 1:  # else the loop's first pass reads the text
             for ids_1Q in input_ids[:, seen:-1].split(chunk or input_ids.shape[1], 1):
                 model(ids_1Q, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         cache.resent_tokens = len(cache.ids)  # the loop's first pass brings these once more: `begin_pass` drops them
-        others["stopping_criteria"] = CriteriaAfterPrompt(others["stopping_criteria"], input_ids.shape[1])
-        vars(generation_config)[CRITERIA] = others["stopping_criteria"]  # `Drafter` gets this configuration
+        criteria = CriteriaAfterPrompt(others["stopping_criteria"], input_ids.shape[1])
+        vars(generation_config)[CRITERIA] = others["stopping_criteria"] = criteria  # `Drafter` gets this configuration
         others.pop("streamer", None)
         return model._assisted_decoding(input_ids, generation_config=generation_config, streamer=streamer, **others)
 

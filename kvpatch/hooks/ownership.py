@@ -152,7 +152,7 @@ def check_layers(past: Cache, state: PatchState) -> None:
 
     `Patch.new_cache` and `Patch.compress` call it before they convert the cache.
     """
-    if isinstance(past, EvictingCache) or not isinstance(past, Cache):
+    if isinstance(past, EvictingCache) or not isinstance(past, Cache) or not hasattr(past, "layers"):
         return  # the conversion raises the error
     first = past.layers[0] if past.layers else None
     keys, values = getattr(first, "keys", None), getattr(first, "values", None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..cache.cache import EvictingCache
 from ..errors import KVPatchError
+from ..policies.served import refuse
 from . import inputs
 from .second_reading import check_second_reading, note_places
 from .state import PatchState
@@ -30,6 +31,8 @@ def check_positions(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, 
         inputs.give_position_ids(call, cache, Q, mask, state)
     if not settings.renumbered:
         _refuse_too_many(cache, Q, call.get("position_ids"), limit)
+    if settings.acts and settings.policy.needs.refusal("other positions") and (Q > 1 or not cache.get_seq_length()):
+        _refuse_other_positions(cache, tokens, mask, call.get("position_ids"), state)
     if settings.rereads and limit is not None and Q > 1:
         check_second_reading(settings, cache.get_seq_length() + Q, Q, limit)
 
@@ -58,6 +61,21 @@ def place_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, col
 def give_zeros(call: dict[str, Any], tokens: Tensor) -> None:
     """Pass position 0 for every token: keys are rotated later, and a text may be longer than the decoder's table."""
     call["position_ids"] = torch.zeros(1, tokens.shape[1], dtype=torch.long, device=tokens.device)
+
+
+def _refuse_other_positions(
+    cache: EvictingCache, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None, state: PatchState
+) -> None:
+    """Raise KVPatchError, for `check_positions`, if a prompt's tokens are placed otherwise than the cache counts them."""
+    if "position_ids" not in state.decoder_parameters:
+        return
+    (B, Q), columns, device = tokens.shape[:2], cache.get_seq_length(), tokens.device
+    real_BQ = torch.ones(B, Q, dtype=torch.bool, device=device) if mask is None else mask[:, -Q:].to(device).bool()
+    before_B1 = torch.zeros(B, 1, device=device) if cache.seen_B is None else cache.next_positions().to(device)
+    given_BQ = torch.arange(columns, columns + Q, device=device) if position_ids is None else position_ids.to(device)
+    given_BQ = given_BQ[-1] if given_BQ.ndim == 3 else given_BQ  # the last of several dimensions, which agree on text
+    if bool(((given_BQ != before_B1 + real_BQ.cumsum(-1) - 1) & real_BQ).any()):
+        refuse("other positions", cache.settings.list_features())
 
 
 def _refuse_too_many(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import Event
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria
+
+from ..attention.attend import is_autocasting
 
 
 class Stop(StoppingCriteria):
@@ -21,15 +24,21 @@ class Stop(StoppingCriteria):
 
 
 class Outcome:
-    """Result or error of a thread."""
+    """Result or error of a thread, in which torch.autocast is as in the thread that made this object."""
 
     value: Any = None
     error: BaseException | None = None
 
+    def __init__(self, device: str) -> None:
+        """Note, for `Chat.stream`, if torch.autocast is on for a type of device ("cuda", "cpu"): each thread has its own."""
+        on = is_autocasting(device)
+        self._mixed = torch.autocast(device, torch.get_autocast_dtype(device)) if on else nullcontext()
+
     def keep(self, call: Callable[[], Any], end: Callable[[], None]) -> None:
         """Run `call`, as the thread of `Chat.stream`; keep its value or error. After an error call `end`, to end the stream."""
         try:
-            self.value = call()
+            with self._mixed:
+                self.value = call()
         except BaseException as error:
             self.error = error
             end()

@@ -23,6 +23,7 @@ SPARSE: dict[str, dict[str, Any]] = {
 _STATES = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))
 _WITHOUT = frozenset(("mlp", "moe"))  # layers that keep nothing
 _ALL_SLIDE = frozenset(("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"))
+_WIDER_FULL = frozenset(("gemma4_text", "gemma4_unified_text"))
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma4_text": 6, "cohere2": 4}  # the last of so many layers does not slide
 
 
@@ -147,7 +148,7 @@ class Configuration:
     @property
     def width(self) -> int:
         """Numbers of a hidden state."""
-        return self.require_count("hidden_size", "n_embd", "d_model")
+        return self.require_count("hidden_size", "n_embd", "d_model", "n_embed")
 
     @property
     def heads(self) -> int:
@@ -159,7 +160,7 @@ class Configuration:
     @property
     def head_size(self) -> int:
         """Numbers of a query."""
-        return self.get("head_dim", "kv_channels") or self.width // self.heads
+        return self.get("head_dim", "attention_head_dim", "kv_channels") or self.width // self.heads
 
     @property
     def kv_heads(self) -> int:
@@ -197,7 +198,8 @@ class Configuration:
             raise KVPatchError(
                 f"{self.name} (model_type {self.kind}) has no layer with keys and values: there is nothing to evict."
             )
-        limit = None if self._has_alibi() else self.get("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+        names = "max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"
+        limit = None if self._has_alibi() else self.get(*names)
         if limit is not None and type(limit) is not int:
             raise ValueError(f"{limit!r} is no number of positions")
         return Shape(self.kind, tuple(layers), states, borrowed, limit, self.dtype)
@@ -210,8 +212,9 @@ class Configuration:
 
         These are Gemma 4, where full attention has wider heads and the file is older than that entry, and MiMo.
         """
-        values = (self.get("per_layer_config") or {}).get(str(index), {})
-        if self.kind == "gemma4_text" and window is None and not values:
+        by_layer = {int(number): values for number, values in (self.get("per_layer_config") or {}).items()}  # "05", beside "11"
+        values = by_layer.get(index, {})
+        if self.kind in _WIDER_FULL and window is None and "per_layer_config" not in self.values:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
             values = {"head_dim": self.get("global_head_dim") or 512, "num_key_value_heads": heads or self.kv_heads}
         if self.kind == "mimo_v2_flash" and window is not None:

@@ -49,16 +49,17 @@ class Counter:
 
         Bytes has those of the tokens held, those allocated for slots, and the most while the prompt is read.
         """
-        held = allocated = 0
+        held = allocated = largest = 0  # largest: of the layers' buffers
         for layer, holding in zip(self.layers, self.hold(prompt, new), strict=True):
             entry = self._count_entry(layer, self.bits)  # of one token in one head
             fixed = layer.heads * count_centre_bytes(self.bits, layer.key, self.itemsize)  # of what rounded keys are centred on
             held += sum(holding.heads) * entry + fixed
-            allocated += layer.heads * holding.slots * entry + fixed
+            buffers = layer.heads * holding.slots * entry + fixed
+            allocated, largest = allocated + buffers, max(largest, buffers)
         full_prompts = [layer.heads * prompt * self._count_entry(layer, FULL) for layer in self.layers]
-        # layers that share one budget all hold the whole prompt until the last has read it; otherwise each evicts before
-        # the next one reads, so that one at a time holds it
-        peak = sum(full_prompts) if self.shares_budget else allocated + max(full_prompts)
+        # layers that share one budget all hold the whole prompt until the last has read it, and then one gets new buffers
+        # after the other; otherwise each evicts before the next one reads, so that one at a time holds it
+        peak = sum(full_prompts) + largest if self.shares_budget else allocated + max(full_prompts)
         return Bytes(held, allocated, max(peak, allocated))
 
     def _count_entry(self, layer: Layer, bits: int) -> int:

@@ -330,6 +330,11 @@ class Budget:
         values = [str(one) if isinstance(one, Rule) else list(one) if isinstance(one, tuple) else one for one in self.per_layer]
         return [size or one for size, one in zip(self.sizes, values, strict=True)] if self.sizes else values
 
+    def shortened(self) -> Any:
+        """Return `described()`, for errors; if all layers have the same, one layer's."""
+        described = self.described()
+        return described[0] if all(one == described[0] for one in described) else described
+
     def first_layers(self, count: int) -> Budget:
         """Return the budget of the first layers."""
         return replace(self, per_layer=self.per_layer[:count], sizes=self.sizes[:count])

@@ -154,6 +154,11 @@ class Policy:
         return bool(self.needs.sums) and self.schedule == "prompt" and self.scope.turns != "first"
 
     @property
+    def reads(self) -> bool:
+        """Tell whether a need reads prompts as they pass."""
+        return any(need.is_read for need in self.needs)
+
+    @property
     def revises(self) -> bool:
         """Tell whether later tokens of a prompt change what a need stores with earlier ones."""
         storing = [need for need in self.needs if type(need).entry is not Need.entry]
@@ -237,7 +242,7 @@ _PARTS: tuple[tuple[str, type, bool], ...] = (
 def _explain_schedules(schedules: tuple[str, ...]) -> str:
     """Return why a score allows these schedules alone, for the error of `Policy.__post_init__` about another schedule."""
     if "prompt" in schedules:
-        return "scores tokens by the prompt's last rows, which a generated token does not have"
+        return "scores the tokens of a prompt, once it is read, and no generated ones"
     if "both" in schedules:
         return "is made for decode steps, at which this schedule evicts nothing"
     return "scores tokens by what decode steps attend to, which a prompt does not have"

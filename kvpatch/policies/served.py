@@ -125,7 +125,7 @@ FEATURES: dict[str, Callable[[FeatureSet], object]] = {
     "schedule='prompt'": lambda it: it.policy.schedule == "prompt",
     "eviction by steps": lambda it: it.policy.schedule != "prompt",
     "eviction layer by layer": lambda it: it.policy.needs.alone,
-    "scores of the prompt's rows": lambda it: it.acts and any(need.is_read for need in it.policy.needs),
+    "scores of the prompt's rows": lambda it: it.acts and it.policy.reads,
     "scores measured anew by steps": lambda it: it.policy.schedule != "prompt" and not has_sums(it.policy.score.needs),
     "scores that are no weights": lambda it: it.policy.evicts and not it.policy.score.is_weight,
     "selection": lambda it: it.policy.selection is not None,
@@ -330,6 +330,11 @@ REFUSED: dict[str, dict[str, str]] = {
     "joined rows": {
         "positions by columns": "Rows of a concatenated cache are at different places of their texts, which this model's "
         "decoder cannot be told, for {it.positions_fixed}: continue the caches one by one.",
+    },
+    "other positions": {
+        NEED: "The model would place this prompt's tokens at other positions than those that count each row's tokens (without "
+        "position_ids it counts padding, too), and policy {name} {why}: give "
+        "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0).",
     },
     "replay": {
         "positions by columns": "A replay gives each token the position that it had, which this model's decoder cannot be "

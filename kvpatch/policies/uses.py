@@ -60,17 +60,17 @@ USES = (
         "the question is in the prompt",
         "snapkv",
         0.3,
-        "It keeps what the prompt's last tokens look at: good for a fact that they ask for. Of code and of a system prompt's "
-        "rules it keeps less than the null, of one entry in a list of forty as much.",
+        "It keeps what the prompt's last tokens look at, which suits a fact that they ask for. Of code and of a system "
+        "prompt's rules it keeps less than the null; of one entry in a list of forty it keeps as much.",
     ),
     Use(
         "later",
         "read now, ask later",
         "kvzip",
         0.3,
-        "It reads the text twice, holds all of it until then, and keeps what repeating it needs, whatever will be asked. No "
-        "server takes it. Of policies that read once `cur` keeps the most of facts, half, and less than the null of how the "
-        "text goes on.",
+        "It reads the text twice, holds all of it until then, and keeps what the model needs to repeat it, whatever the "
+        "question will be. No server accepts it. Of the policies that read once, `cur` keeps the most of facts, half of the "
+        "gain, but less than the null of how the text goes on.",
         {"floor": 0.2},
     ),
     Use(
@@ -78,8 +78,8 @@ USES = (
         "code, asked for in the prompt or later",
         "keyformer",
         0.5,
-        "Of policies that read once it keeps the most of a function, half of the gain at a fifth of the prompt. `kvzip` keeps "
-        "all of it, and reads the prompt twice. For long answers take `roco`.",
+        "Of the policies that read once it keeps the most of a function: half of the gain at a fifth of the prompt. `kvzip` "
+        "keeps all of it, but reads the prompt twice. For long answers take `roco`.",
         {"noise": "none"},
     ),
     Use(
@@ -87,17 +87,17 @@ USES = (
         "a chat",
         "streaming_llm",
         4096,
-        "It keeps the newest turns whole, and of facts in older turns a fifth; protect the system prompt. Take as many tokens "
-        "as memory allows. `h2o` keeps more of code, and `kvzip` nearly all, by reading each turn twice.",
+        "It keeps the newest turns whole, and a fifth of the gain from facts in older turns. Protect the system prompt, and "
+        "keep as many tokens as memory allows. `h2o` keeps more of code; `kvzip` keeps nearly all, but reads each turn twice.",
     ),
     Use(
         "server",
         "a server",
         "h2o",
         4096,
-        "Requests are of all kinds: it keeps more than the null of code and of rules, no more of facts, and less of a chat's "
-        "older turns. Where all end with a question about a fact, take `snapkv`; where all are chats, `streaming_llm`; where "
-        "answers are long, `roco`.",
+        "A server gets requests of all kinds. Of code and of rules it keeps more than the null, of facts no more, and of a "
+        "chat's older turns less. If every request ends with a question about a fact, take `snapkv`; if all are chats, "
+        "`streaming_llm`; if answers are long, `roco`.",
     ),
     Use(
         "long",

@@ -64,6 +64,8 @@ def make_sampling(
         presence: subtracted from the logits of tokens that were generated.
         frequency: subtracted once for each time that a token was generated.
     """
+    config = copy.copy(config)
+    model._prepare_special_tokens(config, device=model.device)  # of an end, which some processors forbid or favour
     processors = model._get_logits_processor(config, input_ids_seq_length=prompt, device=model.device)
     if presence or frequency:
         processors.insert(0, OccurrencePenalty(prompt, presence, frequency))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from os import PathLike
 from typing import Any
 
@@ -45,11 +46,7 @@ def _describe_cache(cache: EvictingCache, model: Description) -> tuple[Descripti
 
     `save` calls it. Tensors of layer 0 are named "0.NAME". The model's identity and the settings are noted, to be compared.
     """
-    shortfall_B, gaps_B = cache.counters.steps_behind_B, cache.rows.gaps_B
-    # of the cache as a whole: tokens of each row, the score that all layers share, decode steps that a row is behind,
-    # padding between its tokens, and token ids
-    rows = {"seen_B": cache.seen_B, "shared": cache.shared_score, "shortfall_B": shortfall_B, "gaps_B": gaps_B}
-    rows["ids"] = cache.ids.ids_BT
+    rows = {name: attrgetter(attribute)(cache) for name, attribute in schema.ROWS.items()} | {"ids": cache.ids.ids_BT}
     tensors = {name: tensor for name, tensor in rows.items() if tensor is not None}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -118,9 +115,9 @@ def _restore_cache(
     """
     _restore_history(cache, about["cache"])
     cache.ids = TokenIds.of(tensors["ids"].to(devices[0]) if "ids" in tensors else None)
-    # tensors with the batch first, of the cache as a whole
-    rows = {name: tensors[name].to(devices[0]) if name in tensors else None for name in schema.ROWS}
-    cache.seen_B, cache.rows.gaps_B, cache.shared_score, cache.counters.steps_behind_B = rows.values()
+    for name, attribute in schema.ROWS.items():
+        owner, _, field = attribute.rpartition(".")
+        setattr(getattr(cache, owner) if owner else cache, field, tensors[name].to(devices[0]) if name in tensors else None)
     for index, (layer, described) in enumerate(zip(cache.layers, about["layers"], strict=True)):
         found = {name.split(".", 1)[1]: t.to(devices[index]) for name, t in tensors.items() if name.startswith(f"{index}.")}
         _restore_layer(cache, layer, found, described, shapes[index], cache.settings.policies[index])

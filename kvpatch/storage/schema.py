@@ -28,7 +28,13 @@ HISTORY = (
     Field.of_flag("by_columns"),
     Field.of_count("edited", optional=True),
 )
-ROWS = ("seen_B", "gaps_B", "shared", "shortfall_B")
+ROWS = {  # tensors of the cache as a whole, batch first: their names in files
+    "seen_B": "seen_B",  # tokens of each row
+    "gaps_B": "rows.gaps_B",  # padding between a row's tokens
+    "shared": "shared_score",  # the score that all layers share
+    "shortfall_B": "counters.steps_behind_B",  # decode steps that a row is behind
+    "span_B": "counters.temperature_steps_B",  # over which a row's temperature changes
+}
 TENSORS = ("positions", *(one.name for one in HEAD_TENSORS))
 DTYPES = {str(dtype): dtype for dtype in FLOATS}
 ATTRIBUTES = {  # of a layer: their names in files
@@ -78,8 +84,9 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
         _Layer(cache, index, B, history["turns"] > 0, shapes[index]).check(described, left)  # turns: prompts read so far
     if cache.settings.by_columns and "gaps_B" in left:  # padding between a row's tokens, which positions count
         _take_entry(left, "gaps_B", (torch.int64,), (B,))
-    if history["joined"] and "shortfall_B" in left:  # decode steps that a row is behind
-        _take_entry(left, "shortfall_B", (torch.float64,), (B,))
+    for name in ("shortfall_B", "span_B"):
+        if history["joined"] and name in left:
+            _take_entry(left, name, (torch.float64,), (B,))
     if cache.settings.policy.needs.across_layers and history["turns"] and cache.settings.acts:  # a score of all layers
         _take_entry(left, "shared", FLOATS[:2], (B, shapes[0].heads, None))
     if "ids" in left:  # files of earlier versions have none

@@ -444,6 +444,19 @@ def test_attention_dropout_is_refused_while_training(name):
         model(prompt(1, 12))
 
 
+@pytest.mark.parametrize("name", ["qwen2", "gemma2"])
+def test_a_module_keeps_its_attention_dropout_when_the_config_changes(name):
+    """Setting model.config.attention_dropout on a loaded model does nothing; the error says what does."""
+    model = make(name).train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    assert model.config.attention_dropout == 0.0
+    words = r"attention dropout of 0\.2.*from_pretrained\(\.\.\., attention_dropout=0\.0\)"
+    with kvpatch.patched(model, "h2o", 5, block=4), pytest.raises(kvpatch.KVPatchError, match=words):
+        model(prompt(1, 12))
+
+
 LLAMAS = ("llama4", "llama4_chunks", "llama4_tuned")
 
 

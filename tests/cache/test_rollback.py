@@ -5,7 +5,7 @@ import torch
 
 import kvpatch
 from kvpatch import KVPatchError
-from tests.helpers.comparing import SMALL
+from tests.helpers.comparing import SMALL, SMALL_STEPS
 from tests.helpers.running import RAGGED, SEVERAL, N, feed, go_on, kept, read, run, uneven
 from tests.helpers.tiny import force, left_pad, make, prompt
 
@@ -172,6 +172,39 @@ def test_rolling_back_what_was_not_recorded_is_refused():
         cache.crop(-5)
 
 
+def test_steps_that_the_record_no_longer_has_are_refused_with_its_length(monkeypatch):
+    """The bug: the error said to call activate_past_recording(), which had been called."""
+    monkeypatch.setattr("kvpatch.cache.layer.UNDO_STEPS", 4)
+    model, ids = make("llama_gqa"), prompt(1, 30)
+    with torch.no_grad(), kvpatch.patched(model, "h2o", 0.4) as patch:
+        cache = patch.new_cache()
+        cache.activate_past_recording()
+        force(model, ids, prompt(1, 6, seed=2), cache=cache)
+        with pytest.raises(kvpatch.KVPatchError, match="The record has the last 4 steps"):
+            cache.crop(-5)
+        cache.crop(-4)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "expected_attention", "r_kv", "key_diff"])
+def test_a_prompt_that_has_not_ended_keeps_what_was_read_of_it(policy):
+    """The bug: tokens taken back between two pieces of a prompt stayed in sums of attention, windows and moments."""
+    model, ids = make("llama_gqa"), prompt(1, 30)
+    with torch.no_grad(), kvpatch.patched(model, policy, 9, **(SMALL | SMALL_STEPS).get(policy, {})) as patch:
+        cache = patch.new_cache()
+        cache.plans.prompt_len = 30  # as generate(prefill_chunk_size=...) announces it, and leaves it when interrupted
+        model(ids[:, :20], past_key_values=cache)
+        if policy == "key_diff":  # reads keys alone
+            cache.crop(-3)
+            model(ids[:, 17:], past_key_values=cache)
+            assert torch.equal(cache.positions(1), feed(model, patch, ids).positions(1))
+            return
+        with pytest.raises(kvpatch.KVPatchError, match="their prompt has not ended"):
+            cache.crop(-3)
+        model(ids[:, 20:], past_key_values=cache)
+        cache.crop(0)
+        cache.check_invariants()
+
+
 def test_a_later_prompt_cannot_be_rolled_back_into_the_steps_before_it():
     model, ids = make("llama_gqa"), prompt(1, 30)
     with kvpatch.patched(model, "h2o", 0.5) as patch, torch.no_grad():
@@ -225,3 +258,22 @@ def test_a_prompt_below_its_budget_rolls_back_too(model, policy):
         cache.crop(-5)
         got = go_on(model, fed, cache)[0]
     torch.testing.assert_close(got, want[:, -4:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+def test_a_row_may_lose_all_its_tokens(policy):
+    """It goes on like a row that begins; the invariants did not allow it, nor did the error say that padding stays."""
+    model, ids, more = make("llama_gqa"), prompt(2, 6), prompt(2, 4, seed=5)
+    mask = torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6])
+    with torch.no_grad(), kvpatch.patched(model, policy, 1.0) as patch:
+        cache = patch.new_cache()
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(KVPatchError, match=r"Cannot roll back 6 tokens: row 0 has 5\. Take back so many at most"):
+            cache.crop(-6)
+        cache.crop(-5)
+        cache.check_invariants()
+        assert cache.seen_B.tolist() == [0, 1]
+        mask = torch.tensor([[0, 1, 1, 1, 1], [1] * 5])
+        logits = model(more, attention_mask=mask, past_key_values=cache).logits
+        want = model(torch.cat([ids[:, :1], more], 1), attention_mask=mask).logits[:, 1:]
+    torch.testing.assert_close(logits, want, atol=1e-5, rtol=0)

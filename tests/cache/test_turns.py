@@ -194,6 +194,34 @@ def test_a_later_turn_may_protect_more_than_the_budget_where_it_evicts_nothing()
     assert cache.held(0).unique().tolist() == [24]
 
 
+@pytest.mark.parametrize(
+    ("policy", "k"), [("h2o", 5), ("raas", 5), ("tova", [[5, 3], [2, 7]]), ("h2o", kvpatch.Mass(0.5, ceiling=5))]
+)
+@pytest.mark.parametrize("pads", [(0, 0), (0, 6)])
+def test_a_later_prompt_gives_generated_tokens_no_more_room(policy, k, pads):
+    """The bug: schedule "decode" counted evicted tokens as kept, and a head held as many more of the next answer."""
+    model, ids = make("llama_gqa"), prompt(2, 20)
+    with torch.no_grad(), kvpatch.patched(model, policy, k, schedule="decode") as patch:
+        cache = force(model, ids, prompt(2, 40, seed=2), left_pad(ids, [20 - pad for pad in pads]), patch.new_cache())[1]
+        model(prompt(2, 9, seed=3), past_key_values=cache)
+        before = [cache.held(layer) for layer in range(2)]
+        force(model, prompt(2, 1, seed=4), prompt(2, 40, seed=5), cache=cache)  # tokens, one by one
+    budgets = torch.tensor(k if isinstance(k, list) else [[5, 5]] * 2)
+    for layer in range(2):
+        assert (cache.held(layer) <= before[layer] + budgets[layer]).all()
+
+
+def test_a_later_prompt_counts_no_score_that_an_earlier_answer_has_lost():
+    """The bug: under schedule "decode" a share of the scores' sum was of tokens, too, that an earlier answer had evicted."""
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 20)
+    with torch.no_grad(), kvpatch.patched(model, "key_attention", kvpatch.Mass(0.6), schedule="decode") as patch:
+        cache = force(model, ids, prompt(1, 40, seed=2), cache=patch.new_cache())[1]
+        assert all((layer.lost_BH1 > 0).all() for layer in cache.layers)
+        model(prompt(1, 9, seed=3), past_key_values=cache)
+        assert not any(layer.lost_BH1.any() for layer in cache.layers)
+        cache.check_invariants()
+
+
 def test_rows_move_in_the_middle_of_a_prompt():
     """The bug: where each row's turn began did not move with the rows, and the prompt's end failed or read another row's."""
     model, ids = make("llama_gqa"), prompt(2, 30)

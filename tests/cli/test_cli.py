@@ -175,7 +175,7 @@ MISTAKES = [
     (["--device", "gpu"], "--device gpu cannot be used: give auto, cpu, cuda"),
     (["-k", "1.5"], "k=1.5 is not a share in (0, 1]"),
     (["--schedule", "never"], "schedule='never' must be one of"),
-    (["--policy", "snapkv", "--schedule", "both"], "scores tokens by the prompt's last rows"),
+    (["--policy", "snapkv", "--schedule", "both"], "scores the tokens of a prompt, once it is read"),
     (["-o", "window"], "must look like name=value"),
     (["--dtype", "float23"], "Did you mean 'float32'?"),
     (["--model", "/no/such/folder"], "there is no such folder"),

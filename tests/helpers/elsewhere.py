@@ -48,6 +48,10 @@ class Elsewhere(Tensor):
     def tolist(self) -> Any:
         return self.inner.tolist()
 
+    def as_subclass(self, cls: type[Tensor]) -> Tensor:
+        """A tensor of both classes: as a subclass of Tensor alone it would lie on no device."""
+        return type(cls.__name__, (Elsewhere, cls), {})(self.inner)
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 

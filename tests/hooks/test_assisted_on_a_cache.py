@@ -70,6 +70,42 @@ def test_policies(policy):
         assert torch.equal(plain, model.generate(WHOLE, past_key_values=prefix, prompt_lookup_num_tokens=3, **OPTIONS))
 
 
+@pytest.mark.parametrize("how", ["lookup", "assistant", "early exit"])
+def test_plain_steps_afterwards_are_not_recorded(how):
+    """A log of what they overwrite takes memory that nbytes does not count, and turns the fast paths of steps off."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", 24) as patch:
+        cache, asked = filled(patch, model, "cache"), filled(patch, model, "cache")
+        asked.activate_past_recording()
+        for one in (cache, asked):
+            text = model.generate(WHOLE, past_key_values=one, **OPTIONS | helped(how, model))
+            seen = one.get_seq_length()
+            one.crop(-2)
+            assert one.get_seq_length() == seen - 2
+            model.generate(torch.cat([text, WHOLE], 1), past_key_values=one, **OPTIONS)
+        assert [len(layer.undo_log) for layer in cache.layers] == [0, 0]
+        assert [len(layer.undo_log) for layer in asked.layers] == [7, 7], "the caller asked for it"
+
+
+@pytest.mark.parametrize("start", ["prefix", "cache"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prompt_lookup_num_tokens": 3},
+        pytest.param({"prefill_chunk_size": 4}, marks=since("5.24", "pieces get a mask over the given tokens alone")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+def test_generate_of_the_class_reads_what_is_new_as_the_model_s(policy, options, start):
+    model = make("llama_gqa")
+    with kvpatch.patched(model, policy, 0.5, **({"window": 4} if policy == "snapkv" else {})) as patch:
+        plain = model.generate(WHOLE, past_key_values=filled(patch, model, start), **OPTIONS)
+        found = type(model).generate(model, WHOLE, past_key_values=filled(patch, model, start), **OPTIONS | options)
+        assert torch.equal(plain, found)
+
+
 @since("5.16", "assisted decoding makes a mask over the given tokens alone, which is refused")
 def test_new_tokens_alone():
     model, new = make("llama_gqa"), WHOLE[:, 40:]

@@ -371,6 +371,16 @@ def test_a_stream_gives_the_answer_in_pieces(model, tokenizer):
         assert streamed.spans == sent.spans
 
 
+def test_a_stream_runs_under_the_caller_s_autocast(tokenizer):
+    """Autocast is of a thread, and generate() runs in another."""
+    model = make("llama_gqa")
+    with kvpatch.patched(model, "h2o", k=24) as patch, torch.autocast("cpu", torch.bfloat16):
+        sent, streamed = (patch.chat(tokenizer, **GREEDY) for _ in range(2))
+        assert "".join(streamed.stream(TURNS[0])) == sent.send(TURNS[0])
+        assert streamed.cache.nbytes == sent.cache.nbytes
+        assert streamed.cache.layers[0].dtype == sent.cache.layers[0].dtype == torch.bfloat16
+
+
 def test_who_stops_listening_ends_the_answer_there(model, tokenizer, monkeypatch):
     asked = threading.Event()
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 import kvpatch
 from kvpatch.cache import passes
@@ -162,6 +162,10 @@ def test_what_to_type_instead(model):
         for wrong, why in ((own, "may have dropped tokens"), (DynamicCache(), "has read nothing"), ((), "give a DynamicCache")):
             with pytest.raises(kvpatch.KVPatchError, match=why):
                 patch.compress(wrong)
+        pair = EncoderDecoderCache(past, DynamicCache())
+        for call in (patch.compress, patch.new_cache, lambda given: model.generate(IDS, past_key_values=given)):
+            with pytest.raises(kvpatch.KVPatchError, match="give a DynamicCache"):
+                call(pair)
         with pytest.raises(kvpatch.KVPatchError, match=r"attention_mask is \[2, 29\]: give the tensor \[2, 30\]"):
             patch.compress(past, attention_mask=torch.ones(2, 29))
         with pytest.raises(kvpatch.KVPatchError, match="attention_mask holds 0.5"):

@@ -31,6 +31,17 @@ def test_assisted_decoding_gives_what_plain_decoding_gives(name, policy):
     assert torch.equal(plain, lookup)
 
 
+@pytest.mark.parametrize("how", ["assistant", "early exit"])
+def test_a_generated_pad_token_is_no_padding_for_the_assistant(how):
+    """The assistant's generate() is given no mask, and would make one that leaves pad tokens out."""
+    model, assistant, ids = make("llama_gqa"), make("llama_gqa"), prompt(1, 31, seed=4)
+    with kvpatch.patched(model, "h2o", 0.5), kvpatch.patched(assistant, "h2o", 0.5):
+        plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+        given = {"assistant_model": assistant} if how == "assistant" else {"assistant_early_exit": 1}
+        pad = int(plain[0, 34])
+        assert torch.equal(plain, model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=pad, **given))
+
+
 def test_mpt_evicts_although_its_config_says_no_cache():
     """MptConfig's default is use_cache=False; generate() inside the block uses one unless the caller said no."""
     model, ids = make("mpt"), prompt(1, 30)

@@ -1,5 +1,6 @@
 """lossless=True: the unpatched model's own tokens, drafted from a budget and verified over all entries on the host."""
 
+import functools
 import gc
 import os
 from types import SimpleNamespace
@@ -107,6 +108,22 @@ def test_a_later_turn_goes_on_from_the_cache_and_a_clone_stays():
     for text, one in zip(texts, found, strict=True):
         assert_same(one, generate(model, text))
     assert cache.ids == found[0].sequences[0, :-1].tolist()
+
+
+@pytest.mark.parametrize("how", ["use_cache", "of the class"])
+def test_a_later_turn_goes_on_from_the_cache_however_it_is_called(how):
+    """use_cache=False with a cache would feed the whole text to every step."""
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 40)
+    want = generate(model, ids, return_dict_in_generate=False, output_logits=False)
+    with kvpatch.patched(model, "h2o", 0.5, lossless=True) as patch:
+        cache = patch.new_cache()
+        first = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        of_class = functools.partial(type(model).generate, model)
+        run = of_class if how == "of the class" else functools.partial(model.generate, use_cache=False)
+        found = run(first, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert torch.equal(found, want)
+        with pytest.raises(kvpatch.KVPatchError, match="call model.generate"):
+            of_class(found, past_key_values=cache, prompt_lookup_num_tokens=3)
 
 
 @pytest.mark.parametrize("piece", [1, 7, 39, 64])

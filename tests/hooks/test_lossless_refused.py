@@ -80,7 +80,7 @@ REFUSED = {
     "compress": (lambda model, ids, patch: patch.compress(DynamicCache()), "give generate.. the prompt itself"),
     "record": (lambda model, ids, patch: patch.record(), "Nothing was recorded"),
     "replace": (lambda model, ids, patch: patch.replace(cache_of(model(ids)), (0, 3), [1]), r"write cache\.crop\(start\)"),
-    "pickle": (lambda model, ids, patch: pickle.dumps(cache_of(model(ids))), "A LosslessCache cannot be pickled"),
+    "pickle": (lambda model, ids, patch: pickle.dumps(cache_of(model(ids))), "This LosslessCache cannot be pickled"),
 }
 
 

@@ -42,6 +42,26 @@ def test_a_second_question_needs_a_copy(policy, prefilled):
             assert torch.equal(model.generate(other, past_key_values=fresh, **OPTIONS), want)
 
 
+def test_use_cache_false_with_a_cache_goes_on_from_it_too():
+    model, (context, one, other) = make("llama_gqa"), texts()
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        cache = patch.new_cache()
+        model(context, past_key_values=cache)
+        model.generate(one, past_key_values=cache, use_cache=False, **OPTIONS)
+        with pytest.raises(KVPatchError, match="input_ids differ from what the cache has read at column 20 of row 0"):
+            model.generate(other, past_key_values=cache, use_cache=False, **OPTIONS)
+
+
+def test_generate_of_the_class_gets_no_ids_to_compare_and_says_so_once(caplog):
+    model, (context, one, _) = make("llama_gqa"), texts()
+    with kvpatch.patched(model, "h2o", 10) as patch:
+        type(model).generate(model, context, **OPTIONS)
+        assert not caplog.records
+        for _ in range(2):
+            type(model).generate(model, one, past_key_values=patch.prefix(context), **OPTIONS)
+        assert [record.getMessage().count("generate() of the class was called") for record in caplog.records] == [1]
+
+
 def test_a_model_that_merges_sounds_knows_its_text():
     """Its decoder gets embeddings alone."""
     model, (_, one, other) = make_listener(), texts()
@@ -68,6 +88,21 @@ def test_a_question_no_longer_than_what_was_read(n):
             with pytest.raises(KVPatchError, match=words):
                 model.generate(ids, attention_mask=mask, past_key_values=cache, **OPTIONS)
         assert cache.get_seq_length() == seen + 6
+
+
+def test_a_cache_from_before_the_block_is_checked_as_one_from_inside(caplog):
+    """It has no ids, so that the lengths alone are compared."""
+    model, (context, one, _) = make("llama_gqa"), texts()
+    past, foreign = (other(context).past_key_values for other in (model, make("llama")))
+    with kvpatch.patched(model, "key_diff", 10):
+        with pytest.raises(KVPatchError, match="have 12 columns, but the cache has read 20 tokens"):
+            model.generate(context[:, :12], past_key_values=past, **OPTIONS)
+        with pytest.raises(KVPatchError, match="holds 4 KV heads of 8 numbers, as another model made it; this model has 2"):
+            model.generate(one, past_key_values=foreign, **OPTIONS)
+        assert not caplog.records
+        for _ in range(2):
+            model.generate(one, past_key_values=past, **OPTIONS)
+        assert [record.getMessage().count("does not know the ids") for record in caplog.records] == [1]
 
 
 @pytest.mark.parametrize("B", [1, 2])

@@ -63,7 +63,7 @@ def test_an_assistant_that_is_no_longer_behind_its_text_reads_it_again():
         for columns, seen in ((26, 25), (25, 0), (None, 25)):
             cache = patch.new_cache()
             draft(ids, past_key_values=cache)
-            generate._prepare_drafts(cache, columns)
+            generate._prepare_drafts(cache, columns, {})
             assert cache.get_seq_length() == seen
 
 

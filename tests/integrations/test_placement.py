@@ -11,6 +11,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 
 import kvpatch
 from kvpatch.arch.bound import BoundAdapter
+from kvpatch.cache.lossless import LosslessCache
 from kvpatch.evaluation.check import Checks
 from kvpatch.hooks.accelerate import device_of
 from tests.helpers.comparing import CALIBRATED, DECODING, EVICTING, SMALL, SMALL_STEPS, calibrated
@@ -195,6 +196,50 @@ def test_layers_on_two_devices(pair):
             one_layer = cache.layers[layer]
             lies = [one_layer.keys, one_layer.values, one_layer.positions, *one_layer.state.values()]
             assert {tensor.device for tensor in lies} == {device}
+
+
+def _go_on(model, patch):
+    """A second turn, whose ids are compared with those of the first."""
+    cache, more = patch.new_cache(), prompt(1, 5, seed=4)
+    first = model.generate(IDS[:1], past_key_values=cache, **GREEDY)
+    return model.generate(torch.cat([first.to("cpu"), more], 1), past_key_values=cache, **GREEDY)
+
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+GIVEN = {
+    "a text": lambda model, patch: model.generate(IDS[:1], **GREEDY),
+    "padded texts": lambda model, patch: model.generate(IDS, attention_mask=MASK, num_beams=2, **GREEDY),
+    "pieces": lambda model, patch: model.generate(IDS[:1], prefill_chunk_size=8, **GREEDY),
+    "a later turn": _go_on,
+    "a prefix": lambda model, patch: model.generate(IDS[:1], past_key_values=patch.prefix(IDS[:1, :20]), **GREEDY),
+}
+SETTINGS = (
+    {"policy": "h2o", "k": 0.4, "protect": [3, 5, 7]},
+    {"policy": "critical_adakv", "k": 0.4, "window": 5},
+    {"policy": "kvzip", "k": 0.4},
+    {"policy": "h2o", "k": 0.4, "block": 8},
+    {"policy": "h2o", "k": 0.4, "lossless": True},
+)
+
+
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.parametrize("given", GIVEN)
+def test_inputs_may_lie_on_the_cpu(given, options, monkeypatch):
+    """transformers moves them for each pass, but not for assisted decoding, by which lossless=True verifies."""
+    if options.get("lossless"):
+        if given in ("padded texts", "a prefix"):
+            pytest.skip("refused under lossless=True")
+        # this second device calls itself a CPU, as the host is
+        monkeypatch.setattr(LosslessCache, "_bring", LosslessCache._bring_staged)
+    model, run = make("llama_gqa"), GIVEN[given]
+    with torch.no_grad():
+        with kvpatch.patched(model, **options) as patch:
+            wanted = run(model, patch)
+        with second_device():
+            move(model)
+            with kvpatch.patched(model, **options) as patch:
+                found = run(model, patch)
+    assert torch.equal(wanted, found.inner if found.device == SECOND else found)
 
 
 @pytest.mark.slow

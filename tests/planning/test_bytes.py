@@ -115,6 +115,16 @@ def test_what_is_held_while_a_prompt_is_read_bounds_the_peak(saved):
     assert plan.held < plan.reading and patch.report().peak_nbytes <= B * plan.reading * 1.1
 
 
+@pytest.mark.parametrize(("policy", "k", "bits"), [("kvzip", 12, 16), ("kvzip", 40, 4), ("global_topk(h2o)", 90, 8)])
+def test_layers_that_share_a_budget_get_new_buffers_beside_all_of_the_old(policy, k, bits, tmp_path):
+    model = tiny.make("llama_gqa")
+    model.config.save_pretrained(tmp_path)
+    with kvpatch.patched(model, policy, k, bits=bits) as patch:
+        model.generate(prompt(B, T), max_new_tokens=1, do_sample=False)
+    peak = patch.report().peak_nbytes
+    assert 0.9 * B * (reading := kvpatch.plan(tmp_path, policy, k, bits=bits, tokens=T).reading) < peak <= B * reading
+
+
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "falcon_h1", "mimo_v2_flash"])
 def test_layers_of_sizes_of_their_own(kind, tmp_path):
     """Full layers of Gemma 4 have heads of their own; Falcon H1 names no kinds, and values of MiMo are narrow."""
@@ -132,6 +142,33 @@ def test_layers_of_sizes_of_their_own(kind, tmp_path):
     assert sizes == [(one.heads, one.key, one.value) for one in shape.layers]
 
 
+@pytest.mark.parametrize("kind", ["gemma4_text", "gemma4_unified_text"])
+@pytest.mark.parametrize("size", [32, 64])
+def test_the_numbers_of_many_layers_have_leading_zeros(kind, size, tmp_path):
+    """Such as "05" beside "11"; a layer that is not named is like all others."""
+    pytest.importorskip(f"transformers.models.{kind.removesuffix('_text')}")
+    CONFIG_MAPPING[kind](num_hidden_layers=12, head_dim=32, global_head_dim=size).save_pretrained(tmp_path)
+    layers = Configuration.read(tmp_path / "config.json", "m").read_shape().layers
+    assert [one.key for one in layers] == ([32] * 5 + [size]) * 2
+
+
+@pytest.mark.parametrize("kind", ["zamba", "zamba2"])
+def test_a_head_s_size_by_another_name(kind, tmp_path):
+    """Attention that is twice as wide as the model."""
+    config = CONFIG_MAPPING[kind]()
+    config.save_pretrained(tmp_path)
+    layers = Configuration.read(tmp_path / "config.json", "m").read_shape().layers
+    assert {one.key for one in layers} == {2 * config.hidden_size // config.num_attention_heads}
+
+
+@pytest.mark.parametrize("kind", ["bailing_hybrid", "kimi_linear"])
+def test_positions_by_another_name(kind, tmp_path):
+    pytest.importorskip(f"transformers.models.{kind}")
+    config = CONFIG_MAPPING[kind]()
+    config.save_pretrained(tmp_path)
+    assert Configuration.read(tmp_path / "config.json", "m").read_shape().positions == config.max_position_embeddings
+
+
 def test_older_files_name_no_layers():
     """Layers of files that transformers wrote before it named their types."""
     base = {"num_hidden_layers": 6, "hidden_size": 32, "num_attention_heads": 4, "sliding_window": 7}
@@ -146,9 +183,12 @@ def test_older_files_name_no_layers():
     assert windows(model_type="qwen2", use_sliding_window=False) == windows(model_type="llama") == [None] * 6
     assert windows(model_type="mistral") == [7] * 6
     full = {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2, "num_global_key_value_heads": 1}
-    for equal, heads in ((True, 1), (False, 2)):
-        layers = Configuration(base | full | {"model_type": "gemma4_text", "attention_k_eq_v": equal}, "m").read_shape().layers
+    full["layer_types"] = ["sliding_attention"] * 5 + ["full_attention"]
+    for equal, heads, kind in ((True, 1, "gemma4_text"), (False, 2, "gemma4_text"), (True, 1, "gemma4_unified_text")):
+        layers = Configuration(base | full | {"model_type": kind, "attention_k_eq_v": equal}, "m").read_shape().layers
         assert [(one.heads, one.key, one.window) for one in layers] == [(2, 8, 7)] * 5 + [(heads, 16, None)]
+    bloom = {"model_type": "bloom", "n_layer": 2, "num_attention_heads": 4, "n_embed": 32}
+    assert [one.key for one in Configuration(bloom, "m").read_shape().layers] == [8, 8]
 
 
 def test_a_hybrid_s_states_hold_no_tokens():

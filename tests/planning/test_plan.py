@@ -162,7 +162,7 @@ def test_what_the_budget_cannot_do_is_said(tmp_path, values, words):
 
 def test_layers_that_share_a_budget_hold_the_prompt(folder):
     shared, alone = (kvpatch.plan(folder, policy, 0.2, tokens=10000) for policy in ("kvzip", "snapkv"))
-    assert shared.reading == shared.full > 4 * alone.reading
+    assert shared.full + shared.allocated > shared.reading > shared.full > 4 * alone.reading
     assert "all of them hold the whole prompt" in str(shared) and "whole prompt" not in str(alone)
 
 

@@ -16,7 +16,7 @@ from kvpatch.storage.kinds import CALIBRATION
 from tests.cli.test_cli import folder, run  # noqa: F401
 from tests.helpers.comparing import certain
 from tests.helpers.files import rewritten
-from tests.helpers.tiny import make, prompt
+from tests.helpers.tiny import left_pad, make, prompt
 from tests.helpers.tiny_families import FAMILIES
 from tests.helpers.tiny_families import make as make_family
 from tests.oracle import reference
@@ -142,6 +142,24 @@ def test_probes_as_the_oracle_has_it(model, calibration, k, more):
 def test_probes_of_longer_queries():
     """Of a rotation that lengthens what it turns; the others are in tests/oracle/test_oracle_decoding.py."""
     certain("llama_gqa", "tri_attention", 5, steps=14, model=of_kind("yarn"), **STEPS)
+
+
+@pytest.mark.parametrize(
+    "position_ids", [None, torch.arange(30)[None], torch.arange(30).expand(2, -1) + 3], ids=["none", "all", "far"]
+)
+def test_queries_are_not_turned_to_where_keys_are_not(model, calibration, position_ids):
+    """The bug: without position_ids a padded row's keys were rotated by columns, and its queries by tokens."""
+    ids, mask = prompt(2, 30), left_pad(prompt(2, 30), [30, 19])
+    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    with kvpatch.patched(model, "tri_attention", 7, calibration=calibration, every=3) as patch:
+        cache = patch.new_cache()
+        with pytest.raises(KVPatchError, match=r"give position_ids=\(attention_mask.cumsum"):
+            model(ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache)
+        model(ids, attention_mask=mask, position_ids=counted, past_key_values=cache)  # the cache is as before
+        model(ids, position_ids=counted[:1])
+        model(ids)
+    with kvpatch.patched(model, "tri_attention", 1.0, calibration=calibration):
+        model(ids, attention_mask=mask, position_ids=position_ids)
 
 
 @pytest.mark.parametrize(

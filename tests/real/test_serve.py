@@ -34,7 +34,7 @@ def ask(client, source, messages):
     return client.chat.completions.create(model=source.name, messages=messages, max_tokens=NEW, temperature=0.0)
 
 
-@pytest.mark.parametrize("k", [1.0, 64])
+@pytest.mark.parametrize("k", [pytest.param(1.0, marks=pytest.mark.wide), 64])
 def test_twenty_prompts(source, k):
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     with serving(source, k, max_batch_tokens=2048) as (client, _, _), ThreadPoolExecutor(8) as threads:

@@ -148,7 +148,7 @@ def shaped(file: bytes, r: random.Random) -> bytes:
     elif way == 1:
         del parts.tensors[name]
     elif way == 2:
-        name = r.choice(["", "0.extra", "9.keys", "0.state.sum", "-1.keys", "0.free_BH", "shared", "shortfall_B"])
+        name = r.choice(["", "0.extra", "9.keys", "0.state.sum", "-1.keys", "0.free_BH", "shared", "shortfall_B", "span_B"])
         parts.tensors[name] = (dtype, shape, data)
     elif way == 3:
         parts.tensors[name] = (dtype, r.choice([shape[::-1], [*shape, 1], [math.prod(shape)], shape[1:]]), data)

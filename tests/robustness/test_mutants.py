@@ -16,31 +16,22 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {"the column kernel reads a key too many", "the forward kernel reads the place of a row too many"}
-QUOTAS = "tests/oracle/test_oracle_quotas.py"
 PARTS = "tests/oracle/test_oracle_parts.py"
-KERNELS = "tests/backends/test_triton_replay.py::test"
 REPLAY = "tests/attention/test_replay.py::test_logits_are_the_rollouts"
 GRADIENTS = "tests/invariants/test_blocks_equal_pieces.py::test_gradients_agree_with_naive_autograd"
 ORACLE = "tests/oracle/test_oracle.py::test_every_policy_on_every_architecture"
 SAID = "tests/invariants/test_settings_say_what_is_held.py::test_the_settings_say_what"
 OWN = "tests/arch/test_own_attention.py::test"
-PAGED = "tests/cache/test_paged.py::test_rows_in_pages_are_rows"
-STEPS = "tests/oracle/test_oracle_decoding.py::test_every_architecture[llama_gqa"
 GRAPHED = "tests/hooks/test_generate_steps.py"
 LATENT = "tests/arch/test_latent.py::test"
 EDITS = "tests/invariants/test_edits_are_masks.py::test_"
-REPLACE = "tests/cache/test_replace.py::test_"
 TALKS = "tests/serving/test_conversations.py::test_"
-NARROW = "tests/cache/test_narrow.py::test_every_policy_on_every_architecture"
 
 # what is sabotaged: file, the text that stands there, what is put instead, the tests that must notice
 MUTANTS = {
     "a pass over all tokens misses one": (
         "cache/lossless.py", "rows_TE = self._bring(layer, device)", "rows_TE = self._bring(layer, device)[:-1]",
         "tests/hooks/test_lossless.py::test_tokens_and_logits_are_the_unpatched_model_s[llama_gqa-h2o]"),
-    "rejected drafts stay in the budget": (
-        "cache/lossless.py", "editing.drop_last(self.drafts, count)", "pass",
-        "tests/hooks/test_lossless.py::test_tokens_that_are_taken_back_leave_the_budget_too"),
     "drafts are verified by other numbers than they were drawn from": (
         "hooks/lossless.py", "torch.stack(logits, 1) if self.samples", "torch.zeros(1, self.drafted, 97) if self.samples",
         "tests/hooks/test_lossless.py::test_sampled_tokens_have_the_unpatched_model_s_distribution"),
@@ -52,21 +43,9 @@ MUTANTS = {
         "storage/lossless.py", 'if edited > T or not torch.equal(newest, torch.arange(edited, T, device="cpu")):',
         "if edited > T:",
         "tests/storage/test_lossless_file.py::test_a_file_that_was_altered_is_refused"),
-    "room on the host is that of one layer": (
-        "hooks/lossless.py", "for shape in state.shapes)", "for shape in state.shapes[:1])",
-        "tests/hooks/test_lossless.py::test_no_room_on_the_host_is_said_before_anything_is_read"),
     "forget() leaves the last token of a span": (
         "cache/editing.py", "gone_BT[rows, start:stop] = True", "gone_BT[rows, start : stop - 1] = True",
         "tests/cache/test_forget.py::test_what_stays_is_bit_for_bit_what_it_was[16-h2o-12]"),
-    "new tokens in a span's place see what is behind them": (
-        "attention/edit.py", "slots.positions.masked_fill_(self.hidden, -1)", "pass",
-        f"{REPLACE}what_follows_is_as_the_masked_model_reads_it[llama_gqa-h2o]"),
-    "what is behind an edit loses its scores": (
-        "attention/edit.py", "torch.where(mask, old, tensor)", "tensor",
-        f"{REPLACE}what_stays_is_bit_for_bit_what_it_was[tova-12-8]"),
-    "the last of the tokens in a span's place counts as behind them": (
-        "hooks/editing.py", "int(places_Q[-1]) + 1, opened", "int(places_Q[-1]), opened",
-        f"{EDITS}any_sequence[llama_gqa]"),
     "a place too many opens where a text becomes longer": (
         "cache/replacing.py", "max(ids_BN.shape[1] - (stop - start), 0)",
         "max(ids_BN.shape[1] - (stop - start) + int(stop == start), 0)", f"{EDITS}insertions_are_free_places[llama_gqa]"),
@@ -74,12 +53,6 @@ MUTANTS = {
         "hooks/editing.py", "    ownership.note_reader(cache, reader, state)\n",
         "    cache.forget([span])\n    ownership.note_reader(cache, reader, state)\n",
         "tests/cache/test_bad_edits.py::test_a_cache_of_another_patch_is_not_edited"),
-    "a roll-back goes behind an edit": (
-        "cache/editing.py", "if cache.columns_read - count < cache.rows.columns_at_edit:", "if False:",
-        "tests/cache/test_forget.py::test_a_roll_back_stops_at_an_edit"),
-    "uses of tokens not noted": (
-        "policies/needs/last_uses.py", "last.copy_(torch.where(used, newest_B11, last))", "last.copy_(last)",
-        f"{STEPS}-raas-0]"),
     "a calibration of another model is taken": (
         "hooks/target.py", "if model.get(name) != here.get(name):", "if False:",
         "tests/policies/test_calibration.py::test_another_model_and_other_shapes"),
@@ -94,15 +67,9 @@ MUTANTS = {
         "tests/hooks/test_texts.py::test_an_edit_anywhere_is_refused_by_its_column[3]"),
     "a replayed token seen by the query that no longer saw it": (
         "backends/torch_backend.py", "(rows < keys.deaths_BHT", "(rows <= keys.deaths_BHT", f"{REPLAY}[gptj-h2o]"),
-    "a dead key gets a gradient from one row more": (
-        "backends/triton/backward.py", "row_place[None, :] < death_place", "row_place[None, :] <= death_place",
-        f"{KERNELS}_gradients[some die]"),
     "several texts packed into a row": (
         "hooks/positions.py", "        inputs.refuse_packed_rows(call)\n", "        pass\n",
         "tests/robustness/test_packing.py::test_texts_that_are_packed_into_a_row_are_refused"),
-    "request ended, its row kept": (
-        "serving/pool.py", "        self.rows.drop(request_id)", "        pass",
-        "tests/serving/test_generate_batch.py::test_arrivals_and_cancellations[h2o-fifo]"),
     "a conversation is the first row, whichever request ends": (
         "serving/rows.py", "return part.cache.select_rows(part.names.index(name))", "return part.cache.select_rows(0)",
         TALKS + "each_turn_is_that_of_one_cache[h2o-24-{}]"),
@@ -124,31 +91,17 @@ MUTANTS = {
         "tests/serving/test_generate_batch.py::test_every_policy[24-h2o]"),
     "tokens that wait for their eviction are not counted": (
         "cache/holding.py", "outside + most + every - 1", "outside + most", f"{SAID}_heads_hold_and_allocate"),
-    "blocks claimed for the whole text": (
-        "cache/holding.py", "return [min(limit, (prompt if longest", "return [max(limit, (prompt if longest",
-        "tests/serving/test_generate_batch.py::test_memory_of_a_request_is_constant"),
     "a hybrid's states left where rows were": (
         "cache/cache.py", "            self.states.map_rows(change)\n", "",
         "tests/cache/test_hybrid.py::test_states_follow_rows_copies_and_files"),
-    "numbers of an earlier row left in a page": (
-        "cache/paged.py", "    pool[:, strips.index_BHN.flatten()] = 0", "    pass", f"{PAGED}[1-None-snapkv-8-options2]"),
     "score not reset when a slot is reused": (
         "cache/layer.py", "self.state[name].view(-1).index_fill_(0, slot, 0)", "pass", f"{ORACLE}[llama-h2o]"),
     "group not summed": (
         "policies/statistics.py", "    return block.p_NGRM.flatten(1, 2).sum(1)", "    return block.p_NGRM[:, 0].sum(1)",
         f"{ORACLE}[llama_gqa-h2o]"),
-    "padding counted in n": (
-        "cache/passes.py", "before, rows_BP[:, -1] + 1, real.sum(1)", "before, before + prompt, real.sum(1)",
-        f"{ORACLE}[llama-window]"),
     "reorder forgets scores": (
         "cache/layer.py", '("positions", "state", "limits"', '("positions", "limits"',
         "tests/invariants/test_rows_are_as_alone.py::test_beams_carry_their_own_history"),
-    "position taken from the slot's index": (
-        "cache/layer.py", "index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))",
-        "index_copy_(0, slot, self.mode.free_BH.reshape(-1))", f"{ORACLE}[llama-window]"),
-    "protected window off by one": (
-        "policies/scopes.py", "recent = position > context.recent_B11", "recent = position >= context.recent_B11",
-        f"{ORACLE}[llama-h2o]"),
     "victim chosen before scores are updated": (
         "attention/decode.py",
         "    if call.steppers:",
@@ -161,22 +114,9 @@ MUTANTS = {
         "backends/torch_backend.py", "_find_alibi(slopes, positions[:, :, None], newest_B11",
         "_find_alibi(slopes, torch.arange(positions.shape[-1]).expand_as(positions)[:, :, None], newest_B11",
         f"{ORACLE}[mpt-streaming_llm]"),
-    "logits not capped while decoding": (
-        "backends/torch_backend.py", "    x = _cap_logits(x, geometry)\n    x = x if bias", "    x = x if bias",
-        "tests/arch/test_families.py::test_every_policy[gemma2-tova]"),
     "a sink takes no share": (
         "backends/torch_backend.py", "-1).softmax(-1)[..., :-1]", "-1)[..., :-1].softmax(-1)",
         "tests/arch/test_families.py::test_every_policy[gpt_oss-key_attention]"),
-    "ties to the lower position": (
-        "policies/selection.py", "return (bits.long() << 30) | positions",
-        "return (bits.long() << 30) | (MAX_POSITION - positions)",
-        f"{ORACLE}[llama-scissorhands]"),
-    "bits: half a step lower": (
-        "backends/entries.py", ".round_().clamp_(0, top)", ".floor_().clamp_(0, top)", f"{NARROW}[llama-h2o-8]"),
-    "bits: a prompt attends to rounded keys": (
-        "cache/narrow.py", "    return ReadingSlots(keys, values, rounding, packed)",
-        "    return ReadingSlots(rounding[0].cached(keys), rounding[1].cached(values), rounding, packed)",
-        "tests/cache/test_narrow.py::test_the_prompt_attends_in_full[llama-4]"),
     "latents: values are noted unrounded": (
         "backends/entries.py",
         "return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)",
@@ -199,9 +139,6 @@ MUTANTS = {
     "roll-back forgets scores": (
         "cache/rollback.py", "        layer.state[name][:, :, :C] = tensor[:, :, :C]", "        pass",
         "tests/cache/test_rollback.py::test_rolling_back_restores_everything[roco]"),
-    "sampled sums not scaled up": (
-        "attention/prefill.py", "total * weight_B11 for", "total * 1.0 for",
-        f"{PARTS}::test_sampled_rows[llama_gqa-h2o]"),
     "shares without rounding": (
         "policies/budgets.py", "value * of + 1e-6", "value * of",
         "tests/invariants/test_held_within_budget.py::test_budgets_of_every_kind"),
@@ -214,30 +151,8 @@ MUTANTS = {
     "bound steps: the key as the value": (
         "attention/bound_step.py", "self.kv.encode_pair(k, v)", "self.kv.encode_pair(k, k)",
         "tests/attention/test_bound_step.py::test_bound_steps_are_the_steps[h2o]"),
-    "stage one skipped": (
-        "policies/selection.py", "critical = mask_top(first, count_BH1, _one_for_all(count_BH1))",
-        "critical = torch.zeros_like(first, dtype=torch.bool)", f"{PARTS}::test_options[critical-{{'alpha': 1.0}}]"),
-    "norm of one query head instead of the group's mean": (
-        "backends/value_norms.py", "rows_NDE, size = rows_HGDE.flatten(0, 1),",
-        "rows_NDE, size = rows_HGDE[:, :1].expand_as(rows_HGDE).flatten(0, 1),",
-        f"{PARTS}::test_options[critical-{{'alpha': 0.0}}]"),
-    "floor ignored": (
-        "policies/allocation.py", "max(share(float(self.floor), budget), nominal)", "nominal",
-        f"{PARTS}::test_options[adaptive-{{'floor': 1.0}}]"),
-    "spans get more than there is room for": (
-        "policies/quotas.py", "torch.where(lacks > room, lack * room // lacks.clamp(min=1), lack)", "lack",
-        f"{QUOTAS}::test_other_models[mpt-critical_adakv]"),
     "the mean of a second reading's rows for their maximum": (
         "backends/torch_backend.py", "x_NTR.amax(-1)", "x_NTR.mean(-1)", f"{ORACLE}[llama_gqa-kvzip]"),
-    "evicted before the second reading": (
-        "attention/compress.py", "if now.reread_ids_BN is not None or (together and call.layer", "if (together and call.layer",
-        f"{ORACLE}[llama_gqa-kvzip]"),
-    "merged into any token": (
-        "policies/merging.py", "target = index_BHK.shape[-1] - 1 - target", "target = target * 0",
-        f"{PARTS}::test_merged[h2o-merged]"),
-    "refitted values pulled towards zero": (
-        "policies/refitting.py", "kept_BHKD + change_BHKD, kept_BHKD)", "change_BHKD, kept_BHKD)",
-        f"{PARTS}::test_refitted[kvzip-refit]"),
     "a block's scores dropped": (
         "attention/prefill.py", "        call.add(sums)", "        if call.now.final:\n            call.add(sums)",
         f"{PARTS}::test_blocks[h2o-7]"),
@@ -245,13 +160,6 @@ MUTANTS = {
         "cache/layer.py", "            with torch.enable_grad():\n                self.graph = (gather_entries",
         "            with torch.no_grad():\n                self.graph = (gather_entries",
         f"{GRADIENTS}[llama_gqa-roco-None]"),
-    "renumbered queries keep their position": (
-        "attention/layer_call.py",
-        "q_ranks.repeat_interleave(self.group, 1), table)", "q_ranks.repeat_interleave(self.group, 1) + 1, table)",
-        f"{PARTS}::test_renumbered[llama_gqa-h2o]"),
-    "a later turn counts its own tokens alone": (
-        "cache/passes.py", "begin_B if later and turns == \"each\" else None", "begin_B if later else None",
-        "tests/cache/test_turns.py::test_a_later_turn_is_compressed_too[h2o]"),
     "an altered file passes": (
         "storage/file.py", "if given != checksum(text, tensors):", "if False:",
         "tests/storage/test_storage.py::test_truncated_altered_and_missing_files_are_refused"),
@@ -268,10 +176,6 @@ MUTANTS = {
     "the forward kernel reads the place of a row too many": (
         "backends/triton/forward.py", "rows = tl.load(rows_ptr + b * Q + m, mask=m < Q,",
         "rows = tl.load(rows_ptr + b * Q + m, mask=m < Q + 1,",
-        "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[window]"),
-    "the forward kernel's window one too wide": (
-        "backends/triton/forward.py", "(row_place[:, None] - place[None, :] < sliding)",
-        "(row_place[:, None] - place[None, :] <= sliding)",
         "tests/backends/test_triton_forward.py::test_output_and_normalizers_in_one_pass[window]"),
     "the kernel's victim ignores the protected window": (
         "backends/triton/combine.py", "position > newest - recent, LAST", "position > newest, LAST",

@@ -8,7 +8,7 @@ from tests.helpers.marks import slow_but
 from tests.robustness.stateful import Machine
 from tests.robustness.stateful_faults import HOPS, name_of
 
-PIECES, EACH = 8, 250
+PIECES, EACH = 6, 250
 CHOSEN = settings(max_examples=EACH, stateful_step_count=5, suppress_health_check=list(HealthCheck), database=None)
 
 

@@ -134,6 +134,8 @@ def test_what_is_taken_of_logits_processors():
     listed = cb_logits_processors.ContinuousBatchingLogitsProcessorList(cb_logits_processors.LogitsProcessorList())
     for name in ("tensors_required", "do_processing", "supported_keys", "logits_processor", "_retrieve_processors_kwargs"):
         assert hasattr(listed, name), name
+    for name in ("_get_logits_processor", "_prepare_special_tokens"):
+        assert callable(getattr(transformers.GenerationMixin, name)), name
     assert list(inspect.signature(RequestSampling.__call__).parameters) == list(
         inspect.signature(cb_logits_processors.ContinuousBatchingLogitsProcessor.__call__).parameters
     )

@@ -85,6 +85,27 @@ def test_generate_with_the_same_processors(model):
     assert found == wanted.tolist() != alone(model, ids, 8)
 
 
+@pytest.mark.parametrize("given", [{"min_new_tokens": 6}, {"min_length": 26}, {"bad_words_ids": [[74]]}], ids=str)
+def test_a_server_s_model_that_forbids_tokens(given, model, monkeypatch):
+    """By its generation config, such as an end before some tokens; requests have the tokens of generate()."""
+    pytest.importorskip("openai")
+    from kvpatch.cli.answering import start_engine
+
+    ids = prompts((20,))[0]
+    with kvpatch.patched(model, "h2o", 12):
+        end = alone(model, ids, 8)[1]
+        monkeypatch.setattr(model, "generation_config", GenerationConfig(eos_token_id=end, pad_token_id=0, **given))
+        wanted = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, 20:].tolist()
+        manager = start_engine(model, {"num_blocks": 40})
+        try:
+            sampling = make_sampling(model, model.generation_config, len(ids))
+            name = manager.add_request(ids, max_new_tokens=8, eos_token_id=end, sampling=sampling)
+            found = collect(manager, [name])[name]
+        finally:
+            manager.stop(block=True, timeout=30)
+    assert found.error is None and found.generated_tokens == wanted != [wanted[0], end]
+
+
 def test_rows_without_sampling_are_left_alone():
     scores = torch.randn(2, VOCAB)
     assert RequestSampling()(scores, torch.zeros(2)) is scores

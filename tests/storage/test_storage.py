@@ -204,3 +204,20 @@ def test_a_joined_cache_is_saved_after_a_further_turn(policy, tmp_path):
         patch.save_cache(cache, tmp_path / "cache.safetensors")
         again, step = patch.load_cache(tmp_path / "cache.safetensors"), prompt(2, 1, seed=2)
         assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=again).logits)
+
+
+def test_rows_that_were_asked_for_other_numbers_of_tokens_are_saved(tmp_path):
+    """Their temperatures change over other spans; the loaded rows took the default one."""
+    model = make("llama_gqa")
+    with torch.no_grad(), kvpatch.patched(model, "keyformer", 8, tau=(1.0, 4.0)) as patch:
+        parts = [feed(model, patch, prompt(1, 20, seed=seed)) for seed in (1, 2)]
+        for part, new in zip(parts, (3, 12), strict=True):
+            part.plans.new_tokens = new  # as an engine announces it
+        cache = EvictingCache.concatenate(parts)
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        again = patch.load_cache(tmp_path / "cache.safetensors")
+        for seed in range(6):
+            step = prompt(2, 1, seed=seed)
+            assert torch.equal(model(step, past_key_values=cache).logits, model(step, past_key_values=again).logits)
+            for one, other in zip(cache.layers, again.layers, strict=True):
+                assert all(torch.equal(tensor, other.state[name]) for name, tensor in one.state.items())

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 import kvpatch
 from kvpatch.policies.uses import find_use
 from tools.evidence import agents, choices, chooser, claims, page, quotas, refits, report, runs
+from tools.evidence.__main__ import app
 from tools.evidence.measure import Bench
 from tools.evidence.samples import Probe, Sample
 from tools.evidence.settings import FULL, NULL, ROWS, UNREAD, Cells, Row, Setting
@@ -329,3 +331,9 @@ def test_a_page_says_how_many_samples_there_are(tmp_path, monkeypatch):
     assert "At a fifth of the prompt, 20 samples a use:" in text and len(drawn) == 1
     assert "1. **A fact, the question in the prompt:** the null keeps 25% of the full cache's gain; `snapkv` 75%." in text
     assert "Below it: `h2o` 12%." in text
+
+
+def test_lines_of_another_model_go_to_a_folder_of_their_own():
+    """A line names no model, and what a folder has is not measured again."""
+    done = CliRunner().invoke(app, ["run", "document", "--model", "other/model"])
+    assert done.exit_code == 2 and "--out" in done.output and "smollm2" in done.output

@@ -7,15 +7,16 @@ from tests.tools.test_kernel_report import SHARED, python
 from tools.bench.kernel_report import CALLS, TOOL
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not TOOL.exists(), reason=f"this Triton has no {TOOL.name}")]
-NAMES = {  # as in test_kernel_report.py
+NAMES = {  # as in test_kernel_report.py; 80 is wide
     80: ("forward cap noise", "columns cap window", "columns squares", "rows noise tau", "replay gradients"),
     89: ("forward noise tau", "forward ALiBi noise padding", "columns float32", "rows noise float32", "replay window padding"),
     90: ("forward sinks", "columns count", "replay ALiBi"),
 }
 EVERY = ("forward", "rows", "columns", "replay")
+CASES = [pytest.param(*item, marks=[pytest.mark.wide] if item[0] == 80 else []) for item in NAMES.items()]
 
 
-@pytest.mark.parametrize(("chip", "names"), [*NAMES.items(), pytest.param(90, EVERY, marks=pytest.mark.wide)])
+@pytest.mark.parametrize(("chip", "names"), [*CASES, pytest.param(90, EVERY, marks=pytest.mark.wide)])
 def test_prompt_kernels_fit(chip, names, tmp_path):
     done = python("-m", "tools.bench.kernel_report", f"sm_{chip}", *names, cache=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,7 @@
 
 python -m tools.evidence                                       the tasks
 python -m tools.evidence run document                          on .models/smollm2 (`make real`)
-python -m tools.evidence run asked --model my/model --policies snapkv,kvzip --budgets 0.2
+python -m tools.evidence run asked --model my/model --out out/mine --policies snapkv,kvzip --budgets 0.2
 python -m tools.evidence page                                  the tables from the lines that are there
 python -m tools.evidence small later --models llama-0          what small models show, and docs/small-models.md with --write
 python -m tools.evidence quotas --samples 12                   what quotas do for the worst instruction
@@ -63,15 +63,15 @@ def run(
     jobs: Annotated[int, typer.Option(min=1, help="tasks at a time, a process and a thread each")] = 1,
 ) -> None:
     """Measure tasks and append lines."""
+    if out == LINES and Path(model).resolve() != Path(MODEL).resolve():
+        raise typer.BadParameter(f"lines name no model, and those in {LINES} are of {MODEL}: give --out FOLDER")
     names = list(TASKS) if tasks == ["all"] else tasks
     labels, shares = _split(policies), [float(part) for part in _split(budgets)]
     known = list_rows() if choices else ROWS
     _refuse_unknown(names, TASKS, "task")
     _refuse_unknown(labels, known, "row")
-    cells: list[Cells] = []
-    if samples or labels or choices or shares:
-        rows = tuple(known[label] for label in labels or (known if choices else LABELS))
-        cells = [Cells(k, samples or MOST, rows) for k in shares or [MIDDLE]]
+    rows = tuple(known[label] for label in labels or (known if choices else LABELS))
+    cells = [Cells(k, samples or MOST, rows) for k in shares or [MIDDLE]] if samples or labels or choices or shares else []
     run_apart(run_task, [(model, name, cells, out) for name in names], jobs)
 
 

@@ -34,7 +34,7 @@ def _vary(base: str, **options: Any) -> dict[str, tuple[str, dict[str, Any]]]:
 FAMILIES = (
     Family(
         "recent",
-        "The share of the budget for the newest tokens; `h2o` comes with 0.5, `keyformer` with 0.3, `roco` with ten tokens.",
+        "The share of the budget for the newest tokens; by default 0.5 in `h2o`, 0.3 in `keyformer`, ten tokens in `roco`.",
         _vary("h2o", recent=0.1) | _vary("h2o", recent=0.3) | _vary("h2o", recent=0.7)
         | _vary("keyformer", recent=0.1) | _vary("keyformer", recent=0.5) | _vary("keyformer", recent=0.7),
     ),
@@ -52,12 +52,12 @@ FAMILIES = (
     ),
     Family(
         "scope",
-        "RoCo spares the tokens whose attention varies most, half of the budget as it comes; or, in their place, the newest.",
+        "RoCo spares the tokens whose attention varies most, by default half of the budget; or, in their place, the newest.",
         _vary("roco", protected=0.0) | _vary("roco", protected=0.9) | _vary("roco", protected=0, recent=0.5),
     ),
     Family(
         "block",
-        "Tokens that are read before each eviction; as it comes, the prompt at once.",
+        "Tokens that are read before each eviction; by default the whole prompt.",
         _vary("roco", block=64) | _vary("roco", block=256) | _vary("h2o", block=64) | _vary("h2o", block=256),
     ),
     Family(

@@ -35,8 +35,8 @@ tokens after it count, so that all of them are predicted from what is left of th
 for a model that has not read the text. Bytes are a share of the full cache's once the prompt is evicted. **Bold** loses
 less than the null, *slanted* more: paired over samples, p below 0.05 after Holm's correction over the table. The null,
 `{null}`, evicts at random and spares the first four and the last 64 tokens: it shows how much these
-alone explain. `k` is a share of the prompt; at k = 0.1 they fill the null's budget, which makes it a window. Samples are
-counted at a fifth; other budgets have 16 or more, of which the shares of the table of uses are.
+alone explain. `k` is a share of the prompt; at k = 0.1 they fill the null's budget, which makes it a window. Numbers
+of samples are those at a fifth. Other budgets have 16 or more, from which the table of uses takes its shares there.
 """
 LINK = "https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -62,7 +62,7 @@ the prompt alone, and hold the answer whole. `python -m tools.evidence answers`.
 CHOSEN = """\
 ## One choice at a time
 
-What a single option of a policy does at k = {k:g}, all else as it comes: the loss of the policy, and what the option adds to
+What a single option of a policy does at k = {k:g}, all else at its default: the loss of the policy, and what the option adds to
 it, sample by sample. Below zero it helps. **Bold**: p below 0.05 after Holm's correction over all of these tables. The options
 are measured by `python -m tools.evidence run asked document --choices --budgets {k:g} --samples 12`.
 """

@@ -15,12 +15,12 @@ from tools.reliability.page import put
 UNKNOWN = "not looked into"
 INTRODUCTION = """## Mutation testing
 
-Made by `make mutation`. cosmic-ray's operators change `policies/`, `cache/` and `attention/` in one place at a time (an
-operator, a comparison, a number, `and`/`or`, `not`, `True`/`False`, a loop, a decorator); each changed copy meets the tests
-that run the changed statement, and is *killed* by the first that fails, or by {limit} seconds; what survives may be tried
-again with more tests, slow ones too (`--again survived`). Where a place can be changed in several ways (eleven other
-operators, a number up or down) the seed draws one. Left out: docstrings, type annotations, the words of errors (`raise`
-statements), `TYPE_CHECKING` blocks, assertions for the type checker, and changes that do not compile.
+Made by `make mutation`. cosmic-ray's operators change `policies/`, `cache/` and `attention/`, or the files that `--files`
+names, in one place at a time (an operator, a comparison, a number, `and`/`or`, `not`, `True`/`False`, a loop, a decorator);
+each changed copy meets the tests that run the changed statement, and is *killed* by the first that fails, or by {limit}
+seconds; what survives may be tried again with more tests, slow ones too (`--again survived`). Where a place can be changed in
+several ways (eleven other operators, a number up or down) the seed draws one. Left out: docstrings, type annotations, the
+words of errors (`raise` statements), `TYPE_CHECKING` blocks, assertions for the type checker, and changes that do not compile.
 """
 
 

@@ -12,6 +12,7 @@ INTRO = """# Reliability
 
 What is done so that a patched model never computes something other than it should without saying so. What becomes of
 interrupts, full memory, broken files and threads is in [what works](guides/works-with.md#when-something-goes-wrong).
+Each section names code and errors as they were when it was measured; some have other names now.
 """
 SECTIONS = {
     "Soak": (
@@ -44,7 +45,7 @@ SECTIONS = {
         "make upstream-tests TRANSFORMERS=PATH",
         r"transformers ([\d.]+)",
         "**The tests of transformers {}** of five architectures give the same results patched, but for one that asks for the "
-        "name of the cache's class.",
+        "name of the cache's class; of five more those of generation ran, and each that differs is listed.",
     ),
 }
 """In the order of the page, of each section: the command that writes it, and what a reader came for: a pattern for the figures

@@ -130,9 +130,10 @@ def page(counts: Counter[str], failures: list[str], seconds: float, given: argpa
     lines = [
         "## Soak",
         "",
-        "Made by `make soak`: random sequences of prompts, tokens, drafts, roll-back, reordered, selected, repeated and",
-        "joined rows, copies, files, entering and leaving the block, with exceptions thrown inside; after each call the",
-        "invariants and the oracle of every row (tests/robustness/stateful.py).",
+        f"Made by `python -m tools.reliability.soak --minutes {given.minutes:g} --processes {given.processes} --write`: random",
+        "sequences of prompts, tokens, drafts, roll-back, reordered, selected, repeated and joined rows, copies, files,",
+        "entering and leaving the block, with exceptions thrown inside. After each call the invariants are checked, and every",
+        "row is compared with an oracle (tests/robustness/stateful.py).",
         "",
         f"{versions}, hypothesis {hypothesis.__version__}.",
         "",

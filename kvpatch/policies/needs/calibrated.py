@@ -26,7 +26,8 @@ class Calibrated(Need[None]):
     @property
     def refuses(self) -> Mapping[str, str]:
         """Features (by names in served.py) that a calibration excludes, with the reason that `why_not` puts in an error."""
-        return {
+        turns = {"other positions": "turns queries to where they follow the keys"} if "turn" in self.names else {}
+        return turns | {
             "renumbered": "whose calibration is of keys at original positions",
             "vllm": "it needs a calibration, which these settings cannot hold: use 'key_diff'",
         }
