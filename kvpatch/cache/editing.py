@@ -194,8 +194,9 @@ def _explain_missing_record(cache: TextState) -> str:
         )
     logged = min(len(layer.undo_log) for layer in cache.layers)
     return (
-        f"what they evicted was not recorded. The record has the last {logged} steps, of {UNDO_STEPS} at most: take back as "
-        "many, ask for fewer drafts at a time (prompt_lookup_num_tokens), or call cache.clone() before and use the copy."
+        f"what they evicted was not recorded. The record has the last {logged} steps (it never has more than {UNDO_STEPS}): "
+        f"take back at most {logged}, ask for fewer drafts at a time (prompt_lookup_num_tokens), or call cache.clone() before "
+        "and use the copy."
     )
 
 
@@ -204,8 +205,8 @@ def _refuse_padding(cache: TextState, count: int) -> None:
     fewest, row = cache.lengths_B.min(0)
     if count > int(fewest):
         raise KVPatchError(
-            f"Cannot roll back {count} tokens: row {int(row)} has {int(fewest)}. Take back so many at most, or empty the cache "
-            "with reset()."
+            f"Cannot roll back {count} tokens: row {int(row)} has {int(fewest)}. Take back at most {int(fewest)}, or empty the "
+            "cache with reset()."
         )
 
 

@@ -333,7 +333,7 @@ class Budget:
     def shortened(self) -> Any:
         """Return `described()`, for errors; if all layers have the same, one layer's."""
         described = self.described()
-        return described[0] if all(one == described[0] for one in described) else described
+        return described[0] if described and all(one == described[0] for one in described) else described
 
     def first_layers(self, count: int) -> Budget:
         """Return the budget of the first layers."""
