@@ -23,7 +23,7 @@ from ..policies import Policy, get_policy
 from ..policies.needs import WindowAttention
 from ..policies.served import why_not
 from ..storage.settings import HALF, OF_PATCH, Settings
-from .check_table import ROUNDINGS, CheckResult, CheckTable
+from .check_table import ROUNDINGS, CheckResult, CheckTable, compare_logits
 from .masked import Evictions, measure_rounding, predict_masked
 from .teacher_forcing import feed, positions_of, predictions, widen
 
@@ -139,9 +139,7 @@ class Checks:
         if isinstance(outcome, str):  # what is wrong; "" if nothing is
             return CheckResult(name, not outcome, outcome or "bit for bit")
         got, expected, remark = outcome
-        largest = max(1.0, float(expected.abs().max()))
-        difference = float((got - expected).abs().max()) / largest
-        return CheckResult(name, difference <= self.tolerance, f"{remark}off by {difference:.1e}, allowed {self.tolerance:.0e}")
+        return compare_logits(name, got, expected, remark, self.tolerance)
 
     def check_full(self) -> Outcome:
         """Compare, for `run`, k=1.0 with the unpatched model: token by token, and a padded batch without position_ids."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..report_text import align_rows
 
@@ -20,6 +21,22 @@ class CheckResult:
     name: str
     passed: bool
     detail: str
+
+
+def compare_logits(name: str, got: Tensor, expected: Tensor, remark: str, tolerance: float) -> CheckResult:
+    """Compare, for a check named `name`, a patch's logits with the unpatched model's: where these are finite, if some are.
+
+    They are not where a vocabulary is cut with -inf, nor under padding in float64 where a model's softmax is in float32, for
+    which float64's mask is -inf (BLOOM, MPT). remark: put before what was found. tolerance: a share of the largest logit.
+    """
+    finite = expected.isfinite()
+    if not finite.any():
+        return CheckResult(name, False, "all logits of the unpatched model are NaN or infinite")
+    if not finite.all():
+        remark += f"{1 - float(finite.float().mean()):.0%} of the logits are NaN or infinite unpatched too, the others "
+    largest = max(1.0, float(expected[finite].abs().max()))
+    difference = float((got - expected)[finite].abs().max()) / largest
+    return CheckResult(name, difference <= tolerance, f"{remark}off by {difference:.1e}, allowed {tolerance:.0e}")
 
 
 @dataclass(frozen=True)

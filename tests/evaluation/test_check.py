@@ -1,6 +1,7 @@
 """What `check` finds: mistakes in what a policy evicts, scores that are NaN, and budgets that evict nothing on its tokens."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import kvpatch
 from kvpatch.cache.cache import EvictingCache
 from kvpatch.evaluation.check import Checks
+from kvpatch.evaluation.check_table import compare_logits
 from kvpatch.evaluation.masked import measure_rounding
 from tests.helpers import tiny, tiny_families
 
@@ -94,3 +96,13 @@ def test_the_tolerance_comes_from_the_models_own_rounding(dtype):
     table = kvpatch.check_model(model, "h2o", 0.4)
     assert failed(table) == [] and ("float32 would tell more" in table.note) == (dtype == torch.bfloat16)
     assert model.model.layers[0].self_attn._forward_hooks == {} == model.model.layers[0].self_attn._forward_pre_hooks
+
+
+def test_logits_that_are_nan_without_the_patch_too_are_left_out():
+    """In float64, padding makes an unpatched MPT's logits NaN; what is NaN under the patch alone still fails."""
+    table = kvpatch.check_model(tiny.make("mpt", dtype=torch.float64), "h2o", 0.4)
+    assert failed(table) == [] and "40% of the logits are NaN or infinite unpatched too" in next(iter(table)).detail
+    expected, nan = torch.tensor([1.0, 2.0, -math.inf]), math.nan
+    assert compare_logits("cut", torch.tensor([1.0, 2.0, -math.inf]), expected, "", 0.1).passed
+    for got, wanted in (([1.0, nan, 0.0], expected), ([1.0, 2.5, 0.0], expected), ([nan] * 3, torch.full((3,), nan))):
+        assert not compare_logits("wrong", torch.tensor(got), wanted, "", 0.1).passed
