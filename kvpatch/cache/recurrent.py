@@ -150,6 +150,17 @@ class RecurrentStates(Cache):
         if self.layer_numbers is not None and self.layer_numbers.croppable:
             super().activate_past_recording()
 
+    def stop_past_recording(self) -> None:
+        """Record no longer, and give the states of convolutions the kernel's width again; for `WithStates`."""
+        if not any(self.layers[number].record_past for number in self.numbers):  # type: ignore[union-attr]
+            return
+        trimmed = self._trim_states()
+        with torch.inference_mode(False):
+            for name, table, key in self._list_held():
+                table[key] = trimmed[name].clone()  # not a view, which would hold what was recorded
+        for number in self.numbers:
+            self.layers[number].record_past = False  # type: ignore[union-attr]
+
     def can_crop(self, count: int, seen: int) -> bool:
         """Tell if the last `count` of the tokens seen can be taken back."""
         return all(_can_crop(self.layers[number], count, seen) for number in self.numbers)
@@ -213,3 +224,9 @@ class WithStates(Cache):
         """Record what roll-back needs, from now on."""
         super().activate_past_recording()
         self.states.activate_past_recording()
+
+    def stop_past_recording(self) -> None:
+        """Record no longer what roll-back needs. `_finish` calls it as assisted decoding ends, which had it recorded."""
+        for layer in self.layers:
+            layer.record_past = False  # type: ignore[attr-defined]
+        self.states.stop_past_recording()

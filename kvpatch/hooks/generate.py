@@ -168,8 +168,8 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
 def _finish(cache: EvictingCache, state: PatchState, recorded: bool = True) -> None:
     """Clear `cache.plans` and log the end time, for `_run_with_cache` after generate(), also if it failed."""
     cache.plans.prompt_len, cache.plans.new_tokens, cache.plans.resent_columns = None, None, 0
-    for layer in () if recorded else cache.layers:  # assisted decoding has turned it on: plain steps need no log
-        layer.record_past = False
+    if not recorded:  # assisted decoding has turned it on: plain steps need no log
+        cache.stop_past_recording()
     state.log.finish(cache)
 
 

@@ -209,6 +209,26 @@ def test_convolutions_are_rolled_back():
         torch.testing.assert_close(run(model, cache, token), run(model, copy, token), rtol=1e-5, atol=1e-6)
 
 
+def test_convolutions_stop_recording_after_assisted_decoding():
+    """Else their states grow by every later token. The next tokens are as without assistance."""
+    torch.manual_seed(0)
+    kinds, kernel = ["conv", "full_attention", "conv"], 3
+    config = Lfm2Config(**WIDTHS, num_hidden_layers=3, layer_types=kinds, block_auto_adjust_ff_dim=False, conv_L_cache=kernel)
+    model, found = Lfm2ForCausalLM(config).eval(), []
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with kvpatch.patched(model, "window", 12) as patch:
+        for assisted in ({}, {"prompt_lookup_num_tokens": 3}):
+            cache = patch.new_cache()
+            text = model.generate(torch.arange(1, 25)[None], past_key_values=cache, **options, **assisted)
+            text = model.generate(text, past_key_values=cache, **options)
+            found.append((text, run(model, cache, text[:, -1:])))
+            states = cache.states.tensors()
+            assert {state.shape[-1] for name, state in states.items() if "conv" in name} == {kernel}
+            assert all(state.untyped_storage().nbytes() == state.nbytes for state in states.values())
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-5, atol=1e-6)
+
+
 def test_a_version_whose_models_look_into_the_cache_s_layers_is_refused(model, monkeypatch):
     monkeypatch.setattr("kvpatch.hooks.hybrid.HYBRIDS", False)
     with pytest.raises(kvpatch.KVPatchError, match=r"recurrent state, which this transformers keeps where .*pip install -U"):
