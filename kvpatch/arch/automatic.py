@@ -37,6 +37,10 @@ class NeedsWeights(KVPatchError):
 class AutomaticAdapter(InterfaceAdapter):
     """Adapter derived from an attention module. It names no output projection, since nothing checks that it is a plain one."""
 
+    def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
+        """Return why positions cannot be changed: a table of positions that was found does not tell that nothing is rotated."""
+        return self.why_not
+
 
 def automatic_adapters(model: nn.Module) -> list[tuple[nn.Module, InterfaceAdapter]]:
     """Return the attention modules of a model without an adapter, each with an automatic row that passed the checks.

@@ -90,8 +90,8 @@ class InterfaceAdapter(Adapter):
         self.classes = (class_name(attention) if isinstance(attention, type) else attention,)
         self.projection, self.learned, self.positions_from_mask = projection, learned, positions_from_mask
         self._scale, self._slides, self._softcap, self._sinks, self._dropout = scale, slides, softcap, sinks, dropout
-        if learned:
-            self.why_not = IN_HIDDEN_STATES
+        if learned:  # nothing is rotated
+            self.why_not, self.turns_back = IN_HIDDEN_STATES, True
 
     def run(self, attn: Any, own: Forward, core: Core, hidden_BQE: Tensor, call: dict[str, Any]) -> Any:
         """Run `own`, the module's forward, with `core` in place of transformers' attention function.

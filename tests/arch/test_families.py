@@ -54,7 +54,8 @@ def test_every_row_has_a_model():
     assert {texts.get(row.name, row.name) for row in ROWS} == {kind for kind, _ in FAMILIES.values()}
 
 
-ROTARY = tuple(name for name, (kind, _) in FAMILIES.items() if {row.name: row.turns_back for row in ROWS}.get(kind))
+TURNED = tuple(name for name, (kind, _) in FAMILIES.items() if {row.name: row.turns_back for row in ROWS}.get(kind))
+ROTARY = tuple(name for name, (kind, _) in FAMILIES.items() if {row.name: row.renumbers for row in ROWS}.get(kind))
 BY_LENGTH = {
     "dynamic": {"factor": 2.0},
     "longrope": {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "factor": 2.0, "original_max_position_embeddings": 16},
@@ -62,7 +63,7 @@ BY_LENGTH = {
 
 
 @pytest.mark.parametrize("policy", PLACED)
-@pytest.mark.parametrize("name", ROTARY)
+@pytest.mark.parametrize("name", TURNED)
 def test_rotations_are_undone(name, policy):
     if (name, policy) == ("bitnet", "kvzip_plus"):
         with pytest.raises(kvpatch.KVPatchError, match="in bitnet more than that stands between.*use 'kvzip'"):
@@ -292,8 +293,8 @@ def test_renumbered_in_half_precision(name):
 def test_any_sequence(tmp_path_factory, chosen, name, rows, n, deeds):
     _, policy, k, options = chosen
     needs = (kvpatch.get_policy(policy) if isinstance(policy, str) else policy).needs
-    turns = name in ROTARY
-    assume(turns or ("positions" not in options and needs.lookahead is None))
+    assume(name in ROTARY or "positions" not in options)
+    assume(name in TURNED or needs.lookahead is None)
     model, path = make(name, dtype=torch.float64), tmp_path_factory.mktemp("sequences") / "cache.safetensors"
     with torch.no_grad(), kvpatch.patched(model, policy, k, **options) as patch:
         sequences.Texts(model, patch, rows, n, path).follow(deeds)

@@ -235,8 +235,10 @@ class Routed(Decoder):
         return torch.cat([turned.view_as(part), x_HTD[..., size:]], -1)
 
     def rotations(self, l: int, count: int) -> Tensor:
-        cos, sin = self.tables(l, torch.arange(count))
         unit = torch.eye(self.D, dtype=torch.float64)[:, None].expand(-1, count, -1)
+        if not any(name.endswith("rotary_emb") for name, _ in self.model.named_modules()):
+            return unit.transpose(0, 1)  # learned positions: nothing is rotated
+        cos, sin = self.tables(l, torch.arange(count))
         return self.rotate(unit, cos, sin).transpose(0, 1)
 
     def unplaced(self, l: int, h_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,9 +271,10 @@ class Routed(Decoder):
         def hook(layer: Any, args: Any, output: Any) -> Any:
             return same_kind(output, x_TE[None])
 
+        zeros_T = torch.zeros(len(x_TE), dtype=torch.int64)  # as many tokens; which and where does not matter any more
         handle = self.stack[-1].register_forward_hook(hook)
         try:
-            return self.run(nothing, torch.zeros_like(self.positions), self.positions).logits[0]
+            return self.run(nothing, zeros_T, zeros_T).logits[0]
         finally:
             handle.remove()
 
