@@ -56,7 +56,7 @@ def told(real_name):
         with reuse(known, model.base_model):
             _, cache = read_ids(model, frame.before + text, None)
         _, untold = read_ids(model, Frame(tokenizer, SHOP).before + text, None)
-        nats, unknown = (judge(model, probe, one, None)[0].nats for one in (cache, untold))
+        nats, unknown = (judge(model, [probe], one, [None])[0][0].nats for one in (cache, untold))
     assert nats + FAR < unknown, "the full cache obeys it"
     return Told(model, frame.before + text, len(frame.encode(message)), probe, known, nats)
 
@@ -69,7 +69,7 @@ def measure(told, policy, **protect):
         with reuse(told.known, told.model.base_model):
             read_ids(told.model, told.ids, cache)
         assert int(cache.held(0).min()) < len(told.ids) / 2 or kvpatch.get_policy(policy).schedule == "decode"
-        return judge(told.model, told.probe, cache, None)[0].nats
+        return judge(told.model, [told.probe], cache, [None])[0][0].nats
 
 
 EVICTING = [name for name in UNCALIBRATED if name != "full"]

@@ -110,7 +110,7 @@ class Meter:
         edit(cache)
         read_ids(self.model, ids, cache)
         seconds, size = time.process_time() - began, count_bytes(cache)
-        judged, logp = judge(self.model, self.loop.sample.probes[0], cache, self.full)
+        ((judged, logp),) = judge(self.model, self.loop.sample.probes[:1], cache, [self.full])
         self.full = logp if self.full is None else self.full
         found = {"nats": judged.nats, "kl": judged.kl, "right": judged.right}
         self.found[way] = {name: round(value, 5) for name, value in found.items()} | {"seconds": seconds, "bytes": size}

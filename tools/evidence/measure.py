@@ -9,7 +9,7 @@ and looked up by their inputs afterwards. Passes over later turns and probes com
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import kvpatch
 from kvpatch.arch.upstream import cache_argument, cache_of
+from kvpatch.cache.cache import EvictingCache
 
 from .samples import Probe, Sample
 from .settings import Setting
@@ -97,10 +98,21 @@ def read_ids(model: Any, ids: tuple[int, ...], cache: Any, last: int = 1) -> tup
     return logits_1LV[0], cache
 
 
-def judge(model: Any, probe: Probe, cache: Any, full_AV: Tensor | None) -> tuple[Judged, Tensor]:
-    """Read a probe; return its judgement and its answer's log probabilities [A,V]."""
-    logits_AV, _ = read_ids(model, (probe.lead + probe.answer)[:-1], cache, len(probe.answer))
-    logp_AV = logits_AV.float().log_softmax(-1)
+def judge(model: Any, probes: Sequence[Probe], cache: Any, full: Sequence[Tensor | None]) -> list[tuple[Judged, Tensor]]:
+    """Read probes of one length, a row each, on top of a cache of one row; return judgements and log probabilities [A,V].
+
+    full: log probabilities of the full cache, or None. The cache is changed, but an EvictingCache evicts nothing.
+    """
+    cache.batch_repeat_interleave(len(probes))
+    ids_BN = torch.tensor([probe.lead + probe.answer for probe in probes])[:, :-1]
+    if isinstance(cache, EvictingCache):
+        cache.plans.prompt_len = cache.columns_read + ids_BN.shape[1] + 1  # a piece of a prompt that goes on
+    logits_BLV, _ = read_rows(model, ids_BN, cache, max(len(probe.answer) for probe in probes))
+    return [_judge_row(*row) for row in zip(probes, logits_BLV, full, strict=True)]
+
+
+def _judge_row(probe: Probe, logits_LV: Tensor, full_AV: Tensor | None) -> tuple[Judged, Tensor]:
+    logp_AV = logits_LV[-len(probe.answer) :].float().log_softmax(-1)
     answer_A = torch.tensor(probe.answer)
     nats = F.nll_loss(logp_AV, answer_A).item()
     right = float((logp_AV.argmax(-1) == answer_A).all())
@@ -124,10 +136,10 @@ class Bench:
             for turn in sample.turns[1:]:
                 _, cache = read_ids(model, turn, cache)
             self.nbytes = count_bytes(cache)
-            found = [judge(model, probe, copy.deepcopy(cache), None) for probe in sample.probes]
-            self.judged, self.full = [judged for judged, _ in found], [logp_AV for _, logp_AV in found]
+            self.full: list[Tensor] | None = None
+            self.judged, self.full = self._judge_all(cache, copy.deepcopy)
             _, cache = read_ids(model, sample.turns[0][:UNREAD], None)
-            self.unread = self._judge_all(cache, copy.deepcopy)
+            self.unread, _ = self._judge_all(cache, copy.deepcopy)
 
     def measure(self, setting: Setting) -> tuple[list[Judged], float]:
         """Read the sample under a setting; return a judgement per probe, and the cache's bytes over the full cache's."""
@@ -137,12 +149,16 @@ class Bench:
                 _, cache = read_ids(self.model, self.sample.turns[0], None)
             for turn in self.sample.turns[1:]:
                 _, cache = read_ids(self.model, turn, cache)
-            return self._judge_all(cache, type(cache).clone), count_bytes(cache) / self.nbytes
+            return self._judge_all(cache, type(cache).clone)[0], count_bytes(cache) / self.nbytes
 
-    def _judge_all(self, cache: Any, clone: Callable[[Any], Any]) -> list[Judged]:
-        """Judge all probes, each on a cache of its own."""
-        pairs = zip(self.sample.probes, self.full, strict=True)
-        return [judge(self.model, probe, clone(cache), full)[0] for probe, full in pairs]
+    def _judge_all(self, cache: Any, clone: Callable[[Any], Any]) -> tuple[list[Judged], list[Tensor]]:
+        """Judge all probes on copies of a cache, those of one length together; return judgements and log probabilities."""
+        probes, found = self.sample.probes, {}
+        for length in dict.fromkeys(probe.length for probe in probes):
+            rows = [i for i, probe in enumerate(probes) if probe.length == length]
+            full = [None if self.full is None else self.full[i] for i in rows]
+            found |= dict(zip(rows, judge(self.model, [probes[i] for i in rows], clone(cache), full), strict=True))
+        return [found[i][0] for i in range(len(probes))], [found[i][1] for i in range(len(probes))]
 
 
 def count_bytes(cache: Any) -> int:

@@ -25,6 +25,11 @@ class Probe:
     lead: tuple[int, ...]
     answer: tuple[int, ...]
 
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.lead) + len(self.answer)
+
 
 @dataclass(frozen=True)
 class Sample:
