@@ -74,14 +74,12 @@ def policies(_: str) -> str:
     rows = []
     for name, policy in POLICIES.items():
         page = DOCS / "policies" / f"{name}.md"
-        link, about = (f"[{name}]({page.name})", _first_line(page)) if page.is_file() else (f"`{name}`", "")
+        link, about = f"`{name}`", ""
+        if page.is_file():
+            about = page.read_text(encoding="utf-8").split("\n\n")[1].replace("\n", " ")
+            link = f"[{name}]({page.name})"
         rows.append((link, about, "never" if policy.score is None else policy.schedule, policy.source))
     return markdown(("policy", "keeps", "evicts", "source"), rows)
-
-
-def _first_line(page: Path) -> str:
-    """The paragraph under a page's title."""
-    return page.read_text(encoding="utf-8").split("\n\n")[1].replace("\n", " ")
 
 
 def options(name: str) -> str:

@@ -228,5 +228,5 @@ class WithStates(Cache):
     def stop_past_recording(self) -> None:
         """Record no longer what roll-back needs. `_finish` calls it as assisted decoding ends, which had it recorded."""
         for layer in self.layers:
-            layer.record_past = False  # type: ignore[attr-defined]
+            layer.record_past = False  # type: ignore[union-attr]
         self.states.stop_past_recording()

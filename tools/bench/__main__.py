@@ -57,7 +57,6 @@ from .models import CUT, WHOLE_TO
 from .prompt import prompt_line
 from .replay import replay_lines
 
-PAPERS = ("keyformer",)
 app = typer.Typer(add_completion=False)
 
 
@@ -197,7 +196,7 @@ def main(
     if other:
         lines = peer.lines(other, [name for name in policies.split(",") if name], sizes, repeats, tiny)
     elif from_paper:
-        chosen(from_paper, (), PAPERS)
+        chosen(from_paper, (), ("keyformer",))
         lines = paper.lines(device, tiny, chosen(policies, (), tuple(paper.BUDGETS)), sizes, rows)
     elif case.startswith("gpu"):
         lines = on_gpu(case, device, tiny, policies, sizes, rows, repeats)

@@ -108,19 +108,18 @@ def judge(model: Any, probes: Sequence[Probe], cache: Any, full: Sequence[Tensor
     if isinstance(cache, EvictingCache):
         cache.plans.prompt_len = cache.columns_read + ids_BN.shape[1] + 1  # a piece of a prompt that goes on
     logits_BLV, _ = read_rows(model, ids_BN, cache, max(len(probe.answer) for probe in probes))
-    return [_judge_row(*row) for row in zip(probes, logits_BLV, full, strict=True)]
-
-
-def _judge_row(probe: Probe, logits_LV: Tensor, full_AV: Tensor | None) -> tuple[Judged, Tensor]:
-    logp_AV = logits_LV[-len(probe.answer) :].float().log_softmax(-1)
-    answer_A = torch.tensor(probe.answer)
-    nats = F.nll_loss(logp_AV, answer_A).item()
-    right = float((logp_AV.argmax(-1) == answer_A).all())
-    kl = agree = 0.0
-    if full_AV is not None:
-        kl = F.kl_div(logp_AV, full_AV, log_target=True, reduction="batchmean").item()
-        agree = (logp_AV.argmax(-1) == full_AV.argmax(-1)).float().mean().item()
-    return Judged(probe.kind, nats, right, kl, agree), logp_AV
+    found = []
+    for probe, logits_LV, full_AV in zip(probes, logits_BLV, full, strict=True):
+        logp_AV = logits_LV[-len(probe.answer) :].float().log_softmax(-1)
+        answer_A = torch.tensor(probe.answer)
+        nats = F.nll_loss(logp_AV, answer_A).item()
+        right = float((logp_AV.argmax(-1) == answer_A).all())
+        kl = agree = 0.0
+        if full_AV is not None:
+            kl = F.kl_div(logp_AV, full_AV, log_target=True, reduction="batchmean").item()
+            agree = (logp_AV.argmax(-1) == full_AV.argmax(-1)).float().mean().item()
+        found.append((Judged(probe.kind, nats, right, kl, agree), logp_AV))
+    return found
 
 
 class Bench:
@@ -136,12 +135,12 @@ class Bench:
             for turn in sample.turns[1:]:
                 _, cache = read_ids(model, turn, cache)
             self.nbytes = count_bytes(cache)
-            self.full: list[Tensor] | None = None
+            self.full: tuple[Tensor | None, ...] = (None,) * len(sample.probes)
             self.judged, self.full = self._judge_all(cache, copy.deepcopy)
             _, cache = read_ids(model, sample.turns[0][:UNREAD], None)
             self.unread, _ = self._judge_all(cache, copy.deepcopy)
 
-    def measure(self, setting: Setting) -> tuple[list[Judged], float]:
+    def measure(self, setting: Setting) -> tuple[tuple[Judged, ...], float]:
         """Read the sample under a setting; return a judgement per probe, and the cache's bytes over the full cache's."""
         row = setting.row
         with torch.no_grad(), kvpatch.patched(self.model, row.policy, setting.k, seed=SEED, **row.options):
@@ -151,14 +150,15 @@ class Bench:
                 _, cache = read_ids(self.model, turn, cache)
             return self._judge_all(cache, type(cache).clone)[0], count_bytes(cache) / self.nbytes
 
-    def _judge_all(self, cache: Any, clone: Callable[[Any], Any]) -> tuple[list[Judged], list[Tensor]]:
+    def _judge_all(self, cache: Any, clone: Callable[[Any], Any]) -> tuple[tuple[Judged, ...], tuple[Tensor, ...]]:
         """Judge all probes on copies of a cache, those of one length together; return judgements and log probabilities."""
-        probes, found = self.sample.probes, {}
-        for length in dict.fromkeys(probe.length for probe in probes):
-            rows = [i for i, probe in enumerate(probes) if probe.length == length]
-            full = [None if self.full is None else self.full[i] for i in rows]
-            found |= dict(zip(rows, judge(self.model, [probes[i] for i in rows], clone(cache), full), strict=True))
-        return [found[i][0] for i in range(len(probes))], [found[i][1] for i in range(len(probes))]
+        probes, found = self.sample.probes, dict[int, tuple[Judged, Tensor]]()
+        lengths = [len(probe.lead + probe.answer) for probe in probes]
+        for length in dict.fromkeys(lengths):
+            rows = [i for i, n in enumerate(lengths) if n == length]
+            judged = judge(self.model, [probes[i] for i in rows], clone(cache), [self.full[i] for i in rows])
+            found |= zip(rows, judged, strict=True)
+        return tuple(zip(*(found[i] for i in range(len(probes))), strict=True))  # type: ignore[return-value]
 
 
 def count_bytes(cache: Any) -> int:

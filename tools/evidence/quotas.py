@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def list_options(tokenizer: Any, i: int, sample: Sample) -> dict[str, dict[str, 
     }
 
 
-def _write_line(sample: Sample, policy: str, way: str, judged: list[Judged]) -> Line:
+def _write_line(sample: Sample, policy: str, way: str, judged: Sequence[Judged]) -> Line:
     nats = [one.nats for one in judged]
     return {
         "sample": sample.name, "digest": sample.digest, "tokens": sum(map(len, sample.turns)), "policy": policy, "way": way,

@@ -63,7 +63,7 @@ def run_apart(work: Callable[..., str], calls: Iterable[tuple[Any, ...]], jobs: 
             print(one.result(), flush=True)
 
 
-def _means(judged: list[Judged]) -> dict[str, dict[str, float]]:
+def _means(judged: Sequence[Judged]) -> dict[str, dict[str, float]]:
     """Mean judgement of each kind of probe; for several of a kind, the nats of the worst too."""
     found: dict[str, dict[str, float]] = {}
     for kind in dict.fromkeys(one.kind for one in judged):
@@ -76,7 +76,7 @@ def _means(judged: list[Judged]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _line(sample: Sample, label: str, k: float, share: float, judged: list[Judged]) -> Line:
+def _line(sample: Sample, label: str, k: float, share: float, judged: Sequence[Judged]) -> Line:
     tokens = sum(map(len, sample.turns))
     return {
         "sample": sample.name, "digest": sample.digest, "tokens": tokens,

@@ -25,11 +25,6 @@ class Probe:
     lead: tuple[int, ...]
     answer: tuple[int, ...]
 
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return len(self.lead) + len(self.answer)
-
 
 @dataclass(frozen=True)
 class Sample:

@@ -161,9 +161,7 @@ def plot(all_series: list[Series], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for series in all_series:
-        if series.kind != "step":
-            continue
+    for series in (one for one in all_series if one.kind == "step"):
         x = [one.at for one in series.samples]
         style = {"label": series.name, "linestyle": "--" if series.name == "full" else "-"}
         left.plot(x, [(one.rss - series.samples[0].rss) / 2**20 for one in series.samples], **style)

@@ -24,6 +24,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,22 +125,9 @@ def collect(workers: list[Worker], only: list[str] | None, again: bool) -> Tests
     return Tests(found)
 
 
-def _in_threads(workers: list[Worker], work: Any) -> None:
-    errors: list[BaseException] = []
-
-    def safely(worker: Worker) -> None:
-        try:
-            work(worker)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=safely, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def _in_threads(workers: list[Worker], work: Callable[[Worker], None]) -> None:
+    with ThreadPoolExecutor(len(workers)) as pool:
+        list(pool.map(work, workers))  # raises what a thread raises
 
 
 def check_unchanged(worker: Worker, tests: Tests, limit: int) -> None:
