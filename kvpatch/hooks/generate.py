@@ -30,6 +30,7 @@ from . import inputs, lossless, offsets, ownership, texts
 from .accelerate import OwnMethod
 from .generate_steps import GenerateSteps
 from .identity import remove_adapter_hooks
+from .leftovers import restore_depth
 from .state import PatchState
 from .versions import check_prompt_tuning
 
@@ -104,7 +105,8 @@ def _run_with_cache(
         state.log.start(cache, made_here=past is None)
         # captured steps know neither drafts, nor static shapes, nor positions of the caller's
         captured = not (assists or cache.is_compileable or kwargs.get("position_ids") is not None)
-        with steps.with_graphs(self, cache) if captured else nullcontext():
+        graphs = steps.with_graphs(self, cache) if captured else nullcontext()
+        with graphs, restore_depth(self, find_option("assistant_early_exit", kwargs, *configs)):
             return run(*args, **kwargs)
     except BaseException:
         if compiles and cache.n_changes > changes:  # the progress of an interrupted compiled step is unknown

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 import kvpatch
 from tests.helpers.comparing import same_tokens
@@ -60,6 +60,29 @@ def test_assisted_decoding_under_one_budget_for_all_layers_is_refused():
     refused = pytest.raises(kvpatch.KVPatchError, match=r"Use adaptive\(\) in place of global_topk\(\)")
     with kvpatch.patched(model, RAGGED["global_topk_snapkv"], 0.5), refused:
         model.generate(ids, assistant_model=assistant, max_new_tokens=8, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("error", [kvpatch.KVPatchError, KeyboardInterrupt])
+def test_a_model_runs_all_its_layers_again_after_an_early_exit_that_failed(error):
+    """transformers sets the number of layers in the configuration while it drafts, and leaves it so after an error."""
+    model, ids = make("llama_gqa"), prompt(1, 40)
+    plain, before = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), model.config.to_dict()
+    refuses = error is kvpatch.KVPatchError
+    options = {"chunk": 11, "instruction": (3, 1)} if refuses else {}
+
+    def interrupt(input_ids, scores):
+        if model.config.num_hidden_layers == 1:  # while it drafts
+            raise error
+        return scores
+
+    with kvpatch.patched(model, "kvzip" if refuses else "h2o", 0.5, **options):
+        given = {} if refuses else {"logits_processor": LogitsProcessorList([interrupt])}
+        want = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        with pytest.raises(error):
+            model.generate(ids, assistant_early_exit=1, max_new_tokens=8, do_sample=False, pad_token_id=0, **given)
+        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), want)
+    assert model.config.to_dict() == before
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), plain)
 
 
 @pytest.mark.parametrize(
