@@ -19,7 +19,7 @@ from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.context import at_hand
 from ..serving.pool import RequestPool
-from . import inputs, lossless, offsets, ownership, positions, texts
+from . import inputs, leftovers, lossless, offsets, ownership, positions, texts
 from .attention import Courier, PassMask
 from .replay import begin_replay
 from .second_reading import enter_prepared
@@ -297,4 +297,4 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
 
 
 # torch.compile must not trace these: prompts, and all that advances the cache's counters
-_begin_untraced = torch.compiler.disable(_enter_decoder, reason=compiled.ONE_GRAPH)
+_begin_untraced = torch.compiler.disable(leftovers.clean_up(_enter_decoder), reason=compiled.ONE_GRAPH)

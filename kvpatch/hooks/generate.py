@@ -29,8 +29,7 @@ from ..policies.served import refuse
 from . import inputs, lossless, offsets, ownership, texts
 from .accelerate import OwnMethod
 from .generate_steps import GenerateSteps
-from .identity import remove_adapter_hooks
-from .leftovers import restore_depth
+from .leftovers import remove_hooks_if_refused, restore_depth
 from .state import PatchState
 from .versions import check_prompt_tuning
 
@@ -45,11 +44,8 @@ def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
         """Run the model's own generate() with an EvictingCache, for the user; after an error remove hooks that PEFT leaves."""
         if "_kvpatch" not in vars(self):  # a shallow copy of the model has kept this method after the block
             return own(self)(*args, **kwargs)
-        try:
+        with remove_hooks_if_refused(self):
             return _run_with_cache(self, own(self), steps, args, kwargs)
-        except KVPatchError:
-            remove_adapter_hooks(self)
-            raise
 
     return functools.wraps(GenerationMixin.generate)(generate)
 

@@ -129,18 +129,6 @@ def adapter_names(module: nn.Module) -> list[str] | None:
     return None
 
 
-def remove_adapter_hooks(model: nn.Module) -> None:
-    """Remove the hooks of PEFT's adapter_names, which PEFT leaves on the model after an error: later calls would fail.
-
-    The wrapper that `wrap_generate` makes calls it after a KVPatchError; no forward of the model is running then.
-    """
-    for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, functools.partial) and "adapter_names" in hook.keywords:
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                del module._forward_pre_hooks[key]
-
-
 # ---- files ----
 
 

@@ -105,6 +105,7 @@ class Installation:
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
         """Wrap a model's generate() and methods that it calls, for `_change_model`; drop what the model has compiled before."""
         state, changes = self.state, dict[str, object]()  # new values of the model's attributes; MISSING removes one
+        state.generators.add(generator)
         originals = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}
         changes["generate"] = MethodType(wrap_generate(originals["generate"], state), generator)
         changes[MAKE_MASKS] = wrap_make_masks(getattr(generator, MAKE_MASKS, None))

@@ -1,10 +1,20 @@
-"""What transformers changes on a model while a call runs, and leaves there if an error ends it: undone here."""
+"""What transformers and PEFT change on a model while a call runs, and leave there if an error ends it: undone here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import nn
+
+from ..errors import KVPatchError
+from .state import Changed, PatchState
+
+OF_HOOKS = ("adapter_names", "alora_offsets")  # arguments of a call that PEFT hands to its layers by hooks
+
+Begin = Callable[[nn.Module, dict[str, Any], PatchState], Changed]
 
 
 @contextmanager
@@ -21,3 +31,33 @@ def restore_depth(model: Any, early_exit: int | None) -> Iterator[None]:
     finally:
         if layers is not None:
             config.num_hidden_layers = layers
+
+
+@contextmanager
+def remove_hooks_if_refused(*models: nn.Module) -> Iterator[None]:
+    """Remove the hooks of PEFT's adapters after a KVPatchError: PEFT leaves them, and later calls would use their values.
+
+    The wrapper that `wrap_generate` makes enters it, and `clean_up` for each pass. No forward of the models is running when the
+    error leaves it.
+    """
+    try:
+        yield
+    except KVPatchError:
+        for module in (module for model in models for module in model.modules()):
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if isinstance(hook, functools.partial) and any(name in hook.keywords for name in OF_HOOKS):
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+                    del module._forward_pre_hooks[key]
+        raise
+
+
+def clean_up(begin: Begin) -> Begin:
+    """Decorate `_enter_decoder`: if it refuses a pass, the decoder and the models around it lose the hooks of that pass."""
+
+    @functools.wraps(begin)
+    def begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
+        """Begin a pass as `begin` does."""
+        with remove_hooks_if_refused(decoder, *state.generators):
+            return begin(decoder, call, state)
+
+    return begin_pass

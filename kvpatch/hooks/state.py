@@ -116,7 +116,7 @@ class PatchState:
     whose step is traced for a graph. options: how generate() runs. replayed: the record that passes without a cache follow,
     or None. prefixes: compressed texts that others begin with. measured: the model that a calibration is of, or None.
     outer_inputs: what a pass was given in front of the decoder, in each thread. why_positions_fixed: the reason that the
-    decoder counts positions by columns and can be told no others, or None.
+    decoder counts positions by columns and can be told no others, or None. generators: the models with a generate() around it.
     """
 
     def __init__(
@@ -145,6 +145,7 @@ class PatchState:
         self.replayed: Record | None = None
         self.prefixes, self.measured = Prefixes(), measured
         self.outer_inputs, self.why_positions_fixed = OuterInputs(), why_positions_fixed
+        self.generators = weakref.WeakSet[nn.Module]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchState:
         return self  # a copied model evicts by the same settings

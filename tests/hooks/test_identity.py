@@ -266,6 +266,25 @@ def test_mixed_batches_under_policies_that_weigh_values(policy):
         assert both[:1] == answer(other, None, text[:1]), "the projection is everybody's"
 
 
+@pytest.mark.parametrize("call", ["forward", "generate"])
+@pytest.mark.parametrize("given", ["adapter_names", "alora_offsets"])
+def test_a_refused_call_leaves_no_hooks_of_adapters(given, call):
+    """PEFT hands these to its layers by hooks, which it leaves there after an error."""
+    model, text = adapted(targets=("q_proj", "o_proj")), prompt(1, 60).repeat(2, 1)
+    if given == "alora_offsets":
+        acting = {"alora_invocation_tokens": text[0, -3:].tolist(), "task_type": "CAUSAL_LM"}
+        model = get_peft_model(make("llama_gqa"), LoraConfig(target_modules=["q_proj"], r=4, **acting)).eval()
+    names = {"adapter_names": ["one", "two"]} if given == "adapter_names" else {}
+    with kvpatch.patched(model, "critical_snapkv", 40):
+        before = [(name, list(module._forward_pre_hooks)) for name, module in model.named_modules()]
+        with pytest.raises(KVPatchError, match=r"output projection|output_attentions=True"):
+            if call == "forward":
+                model(input_ids=text, output_attentions=True, **names)
+            else:
+                answer(model, None, text, output_attentions=True, return_dict_in_generate=True, **names)
+        assert [(name, list(module._forward_pre_hooks)) for name, module in model.named_modules()] == before
+
+
 def test_records_outlive_a_change_of_weights():
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 20, record=True) as patch:
