@@ -1,4 +1,4 @@
-"""What transformers and PEFT change on a model while a call runs, and leave there if an error ends it: undone here."""
+"""Undo of changes that transformers and PEFT make on a model for one call, and leave there if an error ends it."""
 
 from __future__ import annotations
 
