@@ -22,9 +22,14 @@ SPARSE: dict[str, dict[str, Any]] = {
 
 _STATES = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))
 _WITHOUT = frozenset(("mlp", "moe"))  # layers that keep nothing
-_ALL_SLIDE = frozenset(("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"))
+_ALL_SLIDE = frozenset(("ministral", "mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"))
 _WIDER_FULL = frozenset(("gemma4_text", "gemma4_unified_text"))
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma4_text": 6, "cohere2": 4}  # the last of so many layers does not slide
+_PATTERNS |= {"gpt_oss": 2, "vaultgemma": 2, "olmo3": 4, "gemma3n_text": 5, "kolibri1": 5, "gemma4_unified_text": 6}
+_NAMED = frozenset((  # whose layers differ by a rule of transformers alone where the file does not name them
+    "afmoe", "beam", "cwm", "flint", "granite_swa", "granitemoe_swa", "kimi_linear", "lara_mini", "lfm3", "mimo_v2_flash",
+    "modernbert-decoder", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -235,18 +240,22 @@ class Configuration:
         n, types = self.n_layers, self.get("layer_types", "layers_block_type")
         if types:
             return list(types)
-        period, offset = self.get("attn_layer_period", "full_attention_interval"), self.get("attn_layer_offset")
-        if period:
+        names = "attn_layer_period", "full_attention_interval", "layer_group_size"
+        period, offset = self.get(*names), self.get("attn_layer_offset")
+        if period and self.kind != "zamba":  # whose first layers are others
             attention_index = period - 1 if offset is None else offset
             return ["full_attention" if i % period == attention_index else "linear_attention" for i in range(n)]
         if (chosen := self.get("attn_layer_indices", "full_attn_idxs")) is not None:
             return ["full_attention" if i in chosen else "linear_attention" for i in range(n)]
+        numbers = (self.get("linear_attn_config") or {}).get("full_attn_layers")  # Kimi Linear's begin with 1
+        if numbers is not None:
+            return ["full_attention" if i + 1 in numbers else "linear_attention" for i in range(n)]
         if self.kind == "falcon_h1":
             return ["hybrid"] * n
-        if any("mamba" in name or name.startswith("ssm_") for name in self.values):
+        if self.kind in _NAMED or any("mamba" in name or name.startswith("ssm_") for name in self.values):
             raise KVPatchError(
-                f"The config.json of {self.name} (model_type {self.kind}) does not say layer_types, which of its layers have "
-                'attention: add it, such as "layer_types": ["linear_attention", "full_attention"].'
+                f"The config.json of {self.name} (model_type {self.kind}) does not say layer_types, the kind of each of its "
+                'layers: add it, such as "layer_types": ["linear_attention", "full_attention"].'
             )
         return ["full_attention"] * n
 
@@ -270,7 +279,7 @@ class Configuration:
         if (period := self.get("sliding_window_pattern", "_sliding_window_pattern") or _PATTERNS.get(self.kind)) is not None:
             # the last of each `period` layers has full attention
             return [None if isinstance(period, int) and (i + 1) % period == 0 else window for i in range(n)]
-        if self.get("use_sliding_window"):
+        if self.get("use_sliding_window") and self.kind not in _ALL_SLIDE:
             return [window if i >= (self.get("max_window_layers") or 0) else None for i in range(n)]
         return [window if self.kind in _ALL_SLIDE else None] * n
 

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvpatch
 from kvpatch.arch.twin import shrink_config
 from kvpatch.backends.entry_sizes import count_centre_bytes, count_entry_bytes
 from kvpatch.cache.holding import count_held
 from kvpatch.planning.configuration import Configuration
+from kvpatch.planning.refused import REFUSED
 from tests.helpers import tiny, tiny_families
 from tests.helpers.tiny import prompt
 
@@ -199,6 +201,47 @@ def test_a_hybrid_s_states_hold_no_tokens():
     assert (len(shape.layers), shape.states) == (4, 4)
     with pytest.raises(kvpatch.KVPatchError, match="does not say layer_types"):
         Configuration(values | {"mamba_d_state": 16}, "m").read_shape()
+
+
+@pytest.mark.parametrize("kind", ["bailing_hybrid", "gemma3n_text", "gpt_oss", "kolibri1", "ministral", "olmo3", "vaultgemma"])
+def test_layers_that_the_class_names(kind):
+    """A file that does not name its layers is read by the rule of its class."""
+    pytest.importorskip(f"transformers.models.{kind.removesuffix('_text')}")
+    config = CONFIG_MAPPING[kind]()
+    values = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+    named, unnamed = (Configuration(one, "m").read_shape() for one in (config.to_dict(), values))
+    assert unnamed == named and (named.states or any(one.window for one in named.layers))
+
+
+def test_layers_by_the_numbers_of_kimi_linear():
+    """The files of its checkpoints count from 1."""
+    pytest.importorskip("transformers.models.kimi_linear")
+    numbers = {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "kda_layers": [n for n in range(1, 28) if n % 4 and n != 27]}
+    values = {name: value for name, value in CONFIG_MAPPING["kimi_linear"]().to_dict().items() if name != "layer_types"}
+    values["linear_attn_config"] = numbers | {"head_dim": 128, "num_heads": 32, "short_conv_kernel_size": 4}
+    shape = Configuration(values, "m").read_shape()
+    kinds = CONFIG_MAPPING["kimi_linear"].from_dict(values).layer_types
+    assert (len(shape.layers), shape.states) == (kinds.count("full_attention"), kinds.count("linear_attention")) == (7, 20)
+
+
+def test_layers_that_no_file_names_are_not_guessed():
+    """A plan that took all layers for full attention would count bytes that no cache has."""
+    wrong, read = [], 0
+    for kind in set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {name for names in REFUSED.values() for name in names}:
+        try:
+            config = CONFIG_MAPPING[kind]()
+            values = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+            kinds = type(config).from_dict(values).layer_types
+            shape = Configuration(values, "m").read_shape()
+        except Exception:  # needs more than its defaults, names no kinds of layers, or the plan refuses it
+            continue
+        borrowed = getattr(config, "num_kv_shared_layers", 0) or 0
+        attention = [one for one in kinds or () if one not in ("linear_attention", "conv", "moe", "mlp")]
+        slides = ["sliding" in one or "chunked" in one for one in attention[: len(attention) - borrowed]]
+        read += bool(attention)
+        if attention and slides != [one.window is not None for one in shape.layers]:
+            wrong.append(kind)
+    assert not wrong and read > 20
 
 
 def test_the_part_that_writes_text_counts():
