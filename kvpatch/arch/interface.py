@@ -22,7 +22,7 @@ from ..policies.windows import Chunk
 from . import latent as latents
 from .adapter import IN_HIDDEN_STATES, Adapter, Core, Forward, class_name, qualified_name, source_module
 from .handover import Entries, Handover
-from .kinds import attends_both_ways, is_cross_attention, knows_number, make_encoder_error, position_limit
+from .kinds import attends_both_ways, count_query_heads, is_cross_attention, knows_number, make_encoder_error, position_limit
 from .rotary import Rotary
 from .upstream import attention_of, cache_argument, name_attention
 
@@ -175,7 +175,7 @@ class InterfaceAdapter(Adapter):
         group, heads = getattr(attn, "num_key_value_groups", None), getattr(attn, "kv_heads", None)
         names = ("decoder_attention_heads", "num_key_value_heads", "num_attention_heads")
         named = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
-        heads = heads or (config.num_attention_heads // group if group else 0) or named  # 0 where layers differ in their heads
+        heads = heads or ((count_query_heads(attn, config) or 0) // group if group else 0) or named  # 0 where layers differ
         sizes = (getattr(attn, name, None) for name in ("qk_head_dim", "head_dim", "head_size"))
         head_dim = next((size for size in sizes if size), config.hidden_size // config.num_attention_heads)
         return heads, head_dim

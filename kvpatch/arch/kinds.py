@@ -67,6 +67,12 @@ def query_heads(config: Any) -> int | None:
     return next((found for found in (getattr(config, name, None) for name in names) if isinstance(found, int)), None)
 
 
+def count_query_heads(attn: Any, config: Any) -> int | None:
+    """Return the query heads of an attention module, or None: its own, where it has them, since layers may differ in them."""
+    own = getattr(attn, "num_heads", None)
+    return own if isinstance(own, int) else query_heads(config)
+
+
 def knows_number(attn: Any) -> bool:
     """Tell whether an attention module knows the number of its layer; in a block that several layers share it does not."""
     number = getattr(attn, "layer_idx", None)

@@ -159,9 +159,11 @@ def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
         steps.stack = None
         return None
     # only between passes: within one, earlier layers have evicted already
-    if call.layer == 0 and call.slots.settled and (cache.stack_due or steps.stack is not None):
+    known = len(steps.calls) == len(cache.layers)  # not in the first step of a cache from a file
+    if call.layer == 0 and call.slots.settled and known and (cache.stack_due or steps.stack is not None):
         name = decode.choose_backend(call, q_BHGD)
         if cache.stack_due or steps.stack is None or steps.stack.backend != name:  # gradients change the backend
             cache.stack_due = False
-            steps.stack = LayerStack.of(cache, call, name)
+            alike = all(one.group == call.group for one in steps.calls.values())
+            steps.stack = LayerStack.of(cache, call, name) if alike else None
     return steps.stack

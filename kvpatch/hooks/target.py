@@ -15,7 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from ..arch import Adapter, adapter_of
 from ..arch.adapter import dtype_of
 from ..arch.automatic import AutomaticAdapter, automatic_adapters
-from ..arch.kinds import is_cross_attention, query_heads
+from ..arch.kinds import count_query_heads, is_cross_attention
 from ..arch.refusals import make_unknown_error, refuse_other_kinds, refuse_replaced, row_of
 from ..arch.upstream import CACHE, CACHE_NAMES
 from ..backends.entry_sizes import count_centre_bytes, count_entry_bytes
@@ -221,9 +221,10 @@ class Target:
 
     def shapes(self) -> list[LayerShape]:
         """Return the shape of each layer's cache, with the heads of this process, to check settings, caches and files by."""
-        queries, shapes = query_heads(getattr(self.decoder, "config", None)), []
+        config, shapes = getattr(self.decoder, "config", None), []
         for module, adapter in self.attentions:
             H, D = adapter.kv_shape(module)
+            queries = count_query_heads(module, config)
             group = None if queries is None else queries // H
             here = H // self.parallel.size  # heads on this process
             value, latent = adapter.value_size(module), adapter.latent(module)

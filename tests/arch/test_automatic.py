@@ -98,6 +98,28 @@ def test_served_by_an_automatic_row(kind):
     assert len(target.attentions) == (len(stack.attention) if stack else layers)
 
 
+@pytest.mark.parametrize("heads", [[4, 8], [8, 4]])
+def test_layers_of_several_numbers_of_query_heads(heads, tmp_path):
+    """Laguna's sliding layers have more query heads than its full ones, of as many KV heads."""
+    experts = {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
+    kinds = {"num_attention_heads_per_layer": heads, "layer_types": ["full_attention"] * 2, "head_dim": 8}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("laguna", **{**GQA, **experts, **kinds, "num_attention_heads": heads[0]})
+    model, ids, fed = spread_weights(AutoModelForCausalLM.from_config(config).eval()), prompt(2, 20), prompt(2, 3, seed=2)
+    want, _ = force(model, ids, fed)
+    with kvpatch.patched(model, "h2o", 1.0):
+        torch.testing.assert_close(force(model, ids, fed)[0], want, atol=3e-5, rtol=0)
+    assert [(one.heads, one.group) for one in Target.find(model).shapes()] == [(2, heads[0] // 2), (2, heads[1] // 2)]
+    with kvpatch.patched(model, "keyformer", 9) as patch:
+        cache = force(model, ids, fed)[1]
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        loaded = patch.load_cache(tmp_path / "cache.safetensors")
+        for t in range(2):
+            both = [model(fed[:, t : t + 1], past_key_values=one).logits for one in (loaded, cache)]
+            assert torch.equal(*both)
+    assert kvpatch.check_model(model, "keyformer", 0.3).passed
+
+
 RECURRENT = r"keeps a recurrent state, not keys and values: there is nothing to evict\."
 ENCODER = r"attends in both directions \(is_\w+=False of .*: an encoder reads its text at once"
 CROSSED = r"attends to what an encoder read, too \(.*is cross-attention\): kvpatch serves decoders that attend to their own"
