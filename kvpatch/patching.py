@@ -214,12 +214,8 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
     return target
 
 
-_PARAMETERS = inspect.signature(patched).parameters.values()
-ARGUMENTS = tuple(one.name for one in _PARAMETERS if one.kind is not one.VAR_KEYWORD)
+ARGUMENTS = tuple(one.name for one in inspect.signature(patched).parameters.values() if one.kind is not one.VAR_KEYWORD)
 """Names of patched()'s own arguments, offered as corrections of misspelt ones."""
-_OTHERS = ("record", "graphs", "auto", "lossless", "offload_folder")
-SETTINGS = tuple(one.name for one in _PARAMETERS if one.kind is one.KEYWORD_ONLY and one.name not in _OTHERS)
-"""Keyword-only arguments of patched() that decide what is kept, all of which the command line and the harness accept too."""
 
 
 def _takes_arguments_of(

@@ -26,10 +26,10 @@ from ..errors import KVPatchError
 from ..handle import Patch
 from ..hooks.inputs import BUDGETS
 from ..hooks.settings import policy_of
-from ..patching import SETTINGS, patch
+from ..patching import patch
 from ..policies import Policy
 from ..policies.options import PolicyOptions
-from ..storage.settings import HALF, Settings
+from ..storage.settings import HALF, OF_PATCH, Settings
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -43,7 +43,7 @@ except ImportError as error:
 
 
 _Answers = TypeVar("_Answers")
-_NAMES = {setting: "kv_backend" if setting == "backend" else setting for setting in SETTINGS}
+_NAMES = {setting: "kv_backend" if setting == "backend" else setting for setting in OF_PATCH}
 
 
 @register_model("kvpatch")

@@ -24,7 +24,7 @@ HALF = float("0.5")
 LARGEST = 1 << 22
 """Bytes of a file, at most: a table of every head of a large model takes a hundredth."""
 OF_PATCH = ("bits", "block", "schedule", "positions", "backend", "seed", "strict")
-"""Options that are arguments of `patched` itself; all others are the policy's."""
+"""Arguments of `patched` itself that decide what is kept, which the command line and the harness take too; not the policy's."""
 RULES = {rule.__name__: rule for rule in (Mass, Share, Threshold)}
 """Budgets that follow the text, by the names that they have in a file."""
 _LONGEST = 200  # letters of a policy's name, combinations included

@@ -33,8 +33,8 @@ from kvpatch.cli.needles import read_needles
 from kvpatch.evaluation.check import Checks
 from kvpatch.evaluation.teacher_forcing import feed
 from kvpatch.hooks.versions import ENGINE
-from kvpatch.patching import SETTINGS
 from kvpatch.policies.budgets import Size
+from kvpatch.storage.settings import OF_PATCH
 from tests.arch.test_shells import make as reader
 from tests.helpers import tiny
 from tests.helpers.marks import INSTALLED
@@ -264,7 +264,7 @@ def test_generate_takes_every_setting(folder, prompt, monkeypatch):
     result = run("generate", "--model", folder, "--prompt-file", prompt, "--max-new-tokens", "2", *flags)
     assert result.exit_code == 0, result.output
     wanted = {"bits": 8, "block": 7, "positions": "renumbered", "backend": "torch", "seed": 3, "strict": True}
-    assert given == wanted and {*wanted, "schedule"} == set(SETTINGS)
+    assert given == wanted and {*wanted, "schedule"} == set(OF_PATCH)
 
 
 def test_check_passes_and_fails_with_the_exit_code(folder, monkeypatch):

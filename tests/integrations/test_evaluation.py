@@ -17,7 +17,7 @@ from examples import lm_eval_harness, perplexity_strides
 from examples.lm_eval_harness import LOCAL, evaluate, load
 from kvpatch.evaluation import lm_eval as harness
 from kvpatch.evaluation.lm_eval import KVPatchLM
-from kvpatch.patching import SETTINGS
+from kvpatch.storage.settings import OF_PATCH
 from tests.helpers import tiny
 from tests.helpers.comparing import draw
 from tests.oracle import reference
@@ -132,14 +132,14 @@ def test_every_setting_is_a_model_argument(recall):
         "schedule": "prompt", "bits": 8, "block": 8, "positions": "renumbered", "kv_backend": "torch", "seed": 3,
         "strict": True,
     }  # fmt: skip
-    assert {name.removeprefix("kv_") for name in given} == set(SETTINGS)
+    assert {name.removeprefix("kv_") for name in given} == set(OF_PATCH)
     lm = KVPatchLM(**recall, batch_size=2, policy="streaming_llm", k=0.25, sinks=3, **given)
     lm.patch.remove()
     got = lm.patch.settings
     assert (got.policy.schedule, got.block, got.renumbered, got.backend, got.seed) == ("prompt", 8, True, "torch", 3)
     assert got.bits == 8
     assert got.policy.options()["sinks"] == 3 and len(got.strict) == got.n_layers
-    for name in SETTINGS:
+    for name in OF_PATCH:
         assert re.search(rf"\b(kv_)?{name}\b", KVPatchLM.__doc__), f"{name} is not documented"
 
 

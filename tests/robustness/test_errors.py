@@ -25,8 +25,8 @@ from transformers.cache_utils import StaticCache
 
 import kvpatch
 from kvpatch import KVPatchError
-from kvpatch.patching import SETTINGS
 from kvpatch.policies import POLICIES
+from kvpatch.storage.settings import OF_PATCH
 from tests.helpers.tiny import IDS, VOCAB, left_pad, make, prompt, snapshot
 
 NAN = float("nan")
@@ -115,12 +115,12 @@ def test_patched_and_patch_take_the_same():
     one, other = (inspect.signature(function).parameters for function in (kvpatch.patched, kvpatch.patch))
     assert {name: (p.kind, p.default) for name, p in one.items()} == {name: (p.kind, p.default) for name, p in other.items()}
     others = ("record", "graphs", "auto", "lossless", "offload_folder")
-    assert tuple(one) == ("model", "policy", "k", *SETTINGS, *others, "policy_options")
+    assert tuple(one) == ("model", "policy", "k", *OF_PATCH, *others, "policy_options")
     for name in one:
         assert re.search(rf"^ +\*{{0,2}}{name}: ", kvpatch.patched.__doc__, re.MULTILINE), f"{name} is not documented"
 
 
-@pytest.mark.parametrize("name", ["policy", *SETTINGS])
+@pytest.mark.parametrize("name", ["policy", *OF_PATCH])
 def test_a_misspelt_argument_gets_a_suggestion(name):
     for slip in (name[:-1], name.upper(), f"{name}s"):
         with pytest.raises(KVPatchError, match=rf"patched\(\) has no option '{slip}'\. Did you mean '{name}'\?"):

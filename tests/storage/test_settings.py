@@ -10,9 +10,8 @@ import torch
 import kvpatch
 from kvpatch import KVPatchError, Settings
 from kvpatch.evaluation import check
-from kvpatch.patching import SETTINGS
 from kvpatch.storage.kinds import SETTINGS as FILE
-from kvpatch.storage.settings import LARGEST, OF_PATCH
+from kvpatch.storage.settings import LARGEST
 from tests.helpers.tiny import make, prompt
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -87,10 +86,6 @@ def test_numbers_in_texts_and_tensors_and_lists():
     assert (made.k, made.options) == ((4, (5, 6)), {"tau": (1.0, 2.0)})
     assert Settings("h2o", "50%") == Settings("h2o", torch.tensor(0.5).double()) == Settings("h2o")
     assert Settings("h2o", torch.tensor([4, 5])).k == (4, 5)
-
-
-def test_options_of_patch_are_those_of_patched():
-    assert sorted(OF_PATCH) == sorted(SETTINGS)
 
 
 def test_what_settings_have_is_refused_beside_them(model):
