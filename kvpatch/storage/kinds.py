@@ -8,12 +8,12 @@ signature: who alters a file on purpose can compute it anew.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,25 +88,6 @@ def check_names(what: str, value: object, names: tuple[str, ...]) -> Description
     return value
 
 
-class Array(Protocol):
-    """Type and axes of a tensor in a file. A letter stands for a size that tensors share, a digit for itself."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of its numbers."""
-
-    @property
-    def shape(self) -> Sequence[str]:
-        """An entry for each axis."""
-
-
-class FixedArray(NamedTuple):
-    """An Array."""
-
-    dtype: torch.dtype
-    shape: tuple[str, ...]
-
-
 class Document(NamedTuple):
     """All that a file holds, and its checksum."""
 
@@ -126,7 +107,8 @@ class FileKind:
         writer: the call or command that writes such files, as errors name it.
         again: the sentence that tells how to make the file anew.
         fields: the entries of the description after "format", in the order of the file.
-        tensors: by name, those that have the same axes under every policy. Tensors of layer 0 are called "0.NAME".
+        tensors: by name, type and axes of those that have the same axes under every policy: a letter stands for a size that
+            tensors share, a digit for itself. Tensors of layer 0 are called "0.NAME".
         subject: its name in errors about writing it.
         refusal: the sentence for a file of another format, with {path} and {format}; by default one that names the format.
     """
@@ -137,7 +119,7 @@ class FileKind:
     writer: str
     again: str
     fields: tuple[Field, ...]
-    tensors: Mapping[str, Array] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[torch.dtype, str]] = field(default_factory=dict)
     subject: str = ""
     refusal: str = ""
 
@@ -222,21 +204,21 @@ class FileKind:
         split_names = [(*name.rpartition(".")[::2], name) for name in found]  # ("3", "pairs", "3.pairs") of layer 3
         declared = sorted((parts for parts in split_names if parts[1] in order), key=lambda key: (key[0], order.index(key[1])))
         for layer, short, name in declared:
-            _check_shape(name, self.tensors[short], found[name], sizes.setdefault(layer, dict(sizes[""])))
+            _check_shape(name, *self.tensors[short], found[name], sizes.setdefault(layer, dict(sizes[""])))
 
 
-def _check_shape(name: str, array: Array, entry: Entry, sizes: dict[str, int]) -> None:
-    """Raise InvalidError if the header's entry for a tensor has another dtype or shape than `array`; for `check_shapes`.
+def _check_shape(name: str, dtype: torch.dtype, axes: str, entry: Entry, sizes: dict[str, int]) -> None:
+    """Raise InvalidError if the header's entry for a tensor has another dtype, or other axes, for `check_shapes`.
 
-    An axis of `array` is a digit, which is its size, or a letter. sizes: of the letters, as earlier tensors of the layer have
-    them; this tensor's new letters are added in place.
+    axes: digits, which are sizes, and letters. sizes: of the letters, as earlier tensors of the layer have them; this tensor's
+    new letters are added in place.
     """
-    wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in array.shape]
-    if len(entry.shape) == len(array.shape):
+    wanted = [axis if axis.isdigit() else str(sizes.get(axis, axis)) for axis in axes]
+    if len(entry.shape) == len(axes):
         sizes |= {axis: size for axis, size in zip(wanted, entry.shape, strict=True) if not axis.isdigit()}
     right = [str(sizes.get(axis, axis)) for axis in wanted]
-    if entry.dtype != array.dtype or [str(size) for size in entry.shape] != right:
-        raise InvalidError(f"{name} is {entry.dtype} {list(entry.shape)} where {array.dtype} [{', '.join(wanted)}] belongs")
+    if entry.dtype != dtype or [str(size) for size in entry.shape] != right:
+        raise InvalidError(f"{name} is {entry.dtype} {list(entry.shape)} where {dtype} [{', '.join(wanted)}] belongs")
 
 
 def _are_layers(value: object) -> bool:
@@ -260,7 +242,7 @@ LOSSLESS = FileKind(
     "save_cache()",
     "Save it anew with patch.save_cache().",
     (Field.of_table("model"), Field.of_count("edited")),
-    {"ids": FixedArray(torch.int64, ("T",)), "places": FixedArray(torch.int64, ("N",))},  # and, of the model's sizes, rows
+    {"ids": (torch.int64, "T"), "places": (torch.int64, "N")},  # and, of the model's sizes, rows
     refusal="{path} is no cache that this version of kvpatch saved under lossless=True ({format!r}): load it by a patch "
     "without lossless, or read its text again.",
 )
@@ -272,7 +254,7 @@ RECORD = FileKind(
     "`kvpatch.save_record()`",
     "Record the rollout anew.",
     (Field.of_table("model", _NO_RECORD), Field("layers", lambda value: is_count(value, least=1), _NO_RECORD)),
-    {"ids": FixedArray(torch.int64, ("N", "T")), "deaths": FixedArray(torch.int32, ("N", "H", "T"))},
+    {"ids": (torch.int64, "NT"), "deaths": (torch.int32, "NHT")},
 )
 _NO_CALIBRATION = "its description names no model, or no tokens"
 CALIBRATION = FileKind(
@@ -286,7 +268,7 @@ CALIBRATION = FileKind(
         Field("tokens", lambda value: is_count(value, least=1), _NO_CALIBRATION),
         Field("layers", _are_layers, "its layers are {value:.60}"),
     ),
-    MEASURES,
+    {name: (one.dtype, one.shape) for name, one in MEASURES.items()},
 )
 SETTINGS = FileKind(
     "settings",

@@ -12,7 +12,7 @@ import kvpatch
 from kvpatch import KVPatchError
 from kvpatch.errors import InvalidError
 from kvpatch.storage.calibration import make_calibration, save_calibration
-from kvpatch.storage.kinds import KINDS, Field, FileKind, FixedArray, check_fields
+from kvpatch.storage.kinds import KINDS, Field, FileKind, check_fields
 
 NOTE = FileKind(
     "note",
@@ -21,7 +21,7 @@ NOTE = FileKind(
     "save_note()",
     "Write it anew.",
     (Field.of_count("pages"), Field.of_flag("done"), Field.of_table("of")),
-    {"ids": FixedArray(torch.int64, ("N", "T")), "weight": FixedArray(torch.float32, ("N", "2"))},
+    {"ids": (torch.int64, "NT"), "weight": (torch.float32, "N2")},
 )
 
 
