@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends.entries import FULL, Rounded, codecs
+from ..cache import invariants
 from ..cache.cache import EvictingCache
 from ..cache.modes import Appending, Evicting, Filling, Growing, Mode, Moving, Reading
 from ..cache.tensors import FLOATS, HEAD_TENSORS
-from ..errors import InvalidError
 from ..policies.context import OWN_STATE, SIZES, NewTokens, accumulator
 from .header import Entry, are_counts
 from .kinds import Description, Field, check_fields
@@ -79,7 +79,7 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
     left = dict(entries)
     B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]  # seen_B: tokens that each row has read
     history, layers = check_fields("its cache", about["cache"], HISTORY), about["layers"]
-    _check_condition(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
+    invariants.must(isinstance(layers, list) and len(layers) == len(cache.layers), f"it has not {len(cache.layers)} layers")
     for index, described in enumerate(layers):
         _Layer(cache, index, B, history["turns"] > 0, shapes[index]).check(described, left)  # turns: prompts read so far
     if cache.settings.by_columns and "gaps_B" in left:  # padding between a row's tokens, which positions count
@@ -92,7 +92,7 @@ def check_header(about: Description, entries: dict[str, Entry], cache: EvictingC
     if "ids" in left:  # files of earlier versions have none
         _take_entry(left, "ids", (torch.int64,), (B, layers[0]["seen"]))
     _check_states(left, cache, B)
-    _check_condition(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
+    invariants.must(not left, f"it holds {', '.join(sorted(left)):.80}, which nothing here would use")
 
 
 def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
@@ -103,7 +103,7 @@ def _check_states(left: dict[str, Entry], cache: EvictingCache, B: int) -> None:
     for number, count in () if cache.settings.layer_numbers is None else cache.settings.layer_numbers.states:
         names = [f"states.{number}.{kind}.{key}" for kind in ("conv_states", "recurrent_states") for key in range(count)]
         held = [name for name in names if name in left]
-        _check_condition(held, f"it holds no state of layer {number}")
+        invariants.must(held, f"it holds no state of layer {number}")
         for name in held:
             _take_entry(left, name, FLOATS, (B, *[None] * (len(left[name].shape) - 1)))
 
@@ -131,10 +131,10 @@ class _Layer:
         about = check_fields(self.where, described, fields, where=f"{self.where}: ")
         # counts of columns: C are allocated; `used` are in use, of which `floor` at the front cannot be cropped
         sliding, used = about["sliding"], about["used"]
-        _check_condition(sliding == (self.sliding if self.has_prompt else None), f"{self.where}: sliding is {sliding!r:.40}")
+        invariants.must(sliding == (self.sliding if self.has_prompt else None), f"{self.where}: sliding is {sliding!r:.40}")
         dtype = DTYPES[about["dtype"]]  # of keys and values
         C = self._take_tensor(left, "positions", (torch.int64,), (self.B, self.H, None)).shape[2]
-        _check_condition(0 <= used <= C and about["floor"] <= used, f"{self.where}: {used} of {C} slots are used")
+        invariants.must(0 <= used <= C and about["floor"] <= used, f"{self.where}: {used} of {C} slots are used")
         shape = self._find_shape(about["head_offsets"], C, mode.fills_free_slots and about["holes"])
         # keys and values: [...,D] in the model's dtype, or bytes if they are rounded; with them the centre of the keys
         bits = FULL if mode is Reading else self.cache.settings.bits  # a prompt that is still being read is not rounded
@@ -167,7 +167,7 @@ class _Layer:
             steps: tuple[type[Mode], ...] = (Moving,) if self.cache.settings.rules[self.index].moves else (Filling, Evicting)
             may = steps if self.on_budget and self.policy.schedule != "prompt" else (Appending, Growing)
         found = [mode for mode in may if mode.name == name]
-        _check_condition(found, f"{self.where}: mode is {name!r:.40}, which is none of {[mode.name for mode in may]}")
+        invariants.must(found, f"{self.where}: mode is {name!r:.40}, which is none of {[mode.name for mode in may]}")
         return found[0]
 
     def _take_tensor(self, left: dict[str, Entry], name: str, dtypes: Any, shape: tuple[int | None, ...]) -> Entry:
@@ -183,24 +183,24 @@ class _Layer:
         shape: tuple[int, ...] = (self.B, self.H, C)
         if head_offsets is not None:
             pair = isinstance(head_offsets, list) and len(head_offsets) == 2 and all(are_counts(part) for part in head_offsets)
-            _check_condition(pair and may_be_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
+            invariants.must(pair and may_be_ragged, f"{self.where}: head_offsets are {head_offsets!r:.60}")
             assert isinstance(head_offsets, list)
             capacities, filled = head_offsets
             valid = len(capacities) == len(filled) == self.B * self.H and max(capacities) == C and min(capacities) > 0
             valid = valid and all(used <= slots for used, slots in zip(filled, capacities, strict=True))
             slots = f"{self.B * self.H} heads of up to {C} slots"
-            _check_condition(valid, f"{self.where}: head_offsets {head_offsets!r:.60} are not those of {slots}")
+            invariants.must(valid, f"{self.where}: head_offsets {head_offsets!r:.60} are not those of {slots}")
             shape = (sum(capacities),)
         return shape
 
     def _check_limits(self, limits: object) -> None:
         """Raise InvalidError, for `check`, unless `limits` (protected tokens) are counts by row, or None if nothing evicts."""
         if not self.on_budget:
-            _check_condition(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
+            invariants.must(limits is None, f"{self.where}: limits of a layer that the policy does not act on")
             return
         valid = isinstance(limits, list) and len(limits) == self.B
         valid = valid and all(are_counts(row) and len(row) == len(SIZES) for row in limits)  # type: ignore[attr-defined]
-        _check_condition(valid, f"{self.where}: limits are {limits!r:.60}")
+        invariants.must(valid, f"{self.where}: limits are {limits!r:.60}")
 
     def _check_state(self, left: dict[str, Entry], dtype: torch.dtype, C: int, evicting: bool) -> None:
         """Check, for `check`, the header entries of what the policy stores for each key, such as sums; remove them from `left`.
@@ -239,14 +239,9 @@ def _take_entry(left: dict[str, Entry], name: str, dtypes: tuple[torch.dtype, ..
 
     `check_header` and `_Layer` call it for each tensor that they check.
     """
-    _check_condition(name in left, f"it holds no {name}")
+    invariants.must(name in left, f"it holds no {name}")
     entry = left.pop(name)
     fits = len(entry.shape) == len(shape) and all(want in (None, size) for want, size in zip(shape, entry.shape, strict=True))
     message = f"{name} is {entry.dtype} {list(entry.shape)} where {' or '.join(map(str, dtypes))} {list(shape)} belongs"
-    _check_condition(fits and entry.dtype in dtypes, message.replace("None", "n"))
+    invariants.must(fits and entry.dtype in dtypes, message.replace("None", "n"))
     return entry
-
-
-def _check_condition(condition: object, message: str) -> None:
-    if not condition:
-        raise InvalidError(message)
