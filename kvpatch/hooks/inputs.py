@@ -16,6 +16,7 @@ from ..cache import passes
 from ..cache.cache import EvictingCache
 from ..cache.checks import check_real
 from ..errors import KVPatchError, suggest
+from ..policies.budgets import is_number
 from ..policies.context import at_hand
 from ..policies.served import refuse
 from ..storage import file
@@ -55,7 +56,7 @@ def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arg
 
 def _as_k(name: str, value: object) -> str:
     """For `check_options`: return the advice to write k= for another library's option; "" if `value` is no budget."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         return ""
     if name == "compression_ratio":
         return f": write k={1 - value:.3g} for {name}={value!r}, which is the share that is dropped" if 0 <= value < 1 else ""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .budgets import share
+from .budgets import is_number, share
 from .selection import FIRST, LAST, mask_top
 
 
@@ -38,7 +38,7 @@ class Adaptive:
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
-        if isinstance(self.floor, bool) or not isinstance(self.floor, int | float) or not 0 <= self.floor <= 1:
+        if not is_number(self.floor) or not 0 <= self.floor <= 1:
             raise KVPatchError(f"floor={self.floor!r} must be a share of the uniform budget, in [0, 1].")
 
     def least(self, budget: int, nominal: int) -> int:

@@ -49,6 +49,11 @@ def parse_bytes(text: str) -> int | None:
     return int(float(match[1]) * _BYTES[match[2].upper()])
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether an option is a number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def check_count(name: str, value: object, unit: str, least: int = 1) -> None:
     """Raise KVPatchError unless an option is an int between `least` and MAX_POSITION; `unit` names what it counts.
 

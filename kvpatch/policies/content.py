@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from . import noise
-from .budgets import check_count
+from .budgets import check_count, is_number
 from .context import EvictionContext, NewTokens, accumulator
 from .needs import AnyNeed, ChunkAttention, Held, PlainKeys
 from .parallel import Parallel
@@ -253,7 +253,7 @@ class Compactor(Leverage):
         """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         super().check()
         check_count("chunk", self.chunk, "tokens")
-        if isinstance(self.blend, bool) or not isinstance(self.blend, int | float) or not 0 <= self.blend < math.inf:
+        if not is_number(self.blend) or not 0 <= self.blend < math.inf:
             raise KVPatchError(f"blend={self.blend!r} must be a number, 0 or more, that the leverage is multiplied by.")
 
     def value(self, context: EvictionContext) -> Tensor:

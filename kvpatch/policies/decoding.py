@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import KVPatchError
 from . import noise
-from .budgets import check_count
+from .budgets import check_count, is_number
 from .content import sort_by_position
 from .context import EvictionContext, accumulator
 from .needs import AnyNeed, Held, LastQueries, LastUses
@@ -132,10 +132,9 @@ class Redundancy(RecentScore):
     def check(self) -> None:
         """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         super().check()
-        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float) or not 0 <= self.weight <= 1:
+        if not is_number(self.weight) or not 0 <= self.weight <= 1:
             raise KVPatchError(f"weight={self.weight!r} must be in [0, 1]: the share of the attention in the score.")
-        is_valid_type = self.alike is None or (isinstance(self.alike, int | float) and not isinstance(self.alike, bool))
-        if not is_valid_type or not (self.alike is None or 0 <= self.alike <= 1):
+        if self.alike is not None and not (is_number(self.alike) and 0 <= self.alike <= 1):
             raise KVPatchError(f"alike={self.alike!r} must be a cosine in [0, 1], or None to count all keys.")
 
     def value(self, context: EvictionContext) -> Tensor:

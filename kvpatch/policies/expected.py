@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .budgets import check_count
+from .budgets import check_count, is_number
 from .context import EvictionContext, accumulator
 from .needs import AnyNeed, Held, Queries, QueryMoments
 from .scores import Score
@@ -52,7 +52,7 @@ class ExpectedAttention(Score):
     def check(self) -> None:
         """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         check_count("future", self.future, "positions")
-        if isinstance(self.eps, bool) or not isinstance(self.eps, int | float) or not 0 <= self.eps < math.inf:
+        if not is_number(self.eps) or not 0 <= self.eps < math.inf:
             raise KVPatchError(f"eps={self.eps!r} must be a number, 0 or more, that is added to the expected attention.")
         if not isinstance(self.covariance, bool):
             raise KVPatchError(f"covariance={self.covariance!r} must be True, or False for the mean query alone.")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from .budgets import is_number
 from .context import accumulator
 from .needs import AnyNeed, LayerRead
 
@@ -78,7 +79,7 @@ class Merge(Merging):
 
     def check(self) -> None:
         given = self.threshold
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
+        if not is_number(given) or not 0 <= given <= 1:
             raise KVPatchError(f"threshold={given!r} must be a cosine in [0, 1], below which nothing is merged.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .budgets import MAX_POSITION, Rule, check_k, share
+from .budgets import MAX_POSITION, Rule, check_k, is_number, share
 from .context import EvictionContext
 from .needs.sums import has_sums
 from .numbers import running_sum
@@ -45,7 +45,7 @@ class Share(Rule):
 
     def __post_init__(self) -> None:
         """Raise KVPatchError for a share or an origin (`of`) out of range, as soon as the user makes the budget."""
-        if isinstance(self.part, bool) or not isinstance(self.part, int | float) or not 0.0 < self.part <= 1.0:
+        if not is_number(self.part) or not 0.0 < self.part <= 1.0:
             raise KVPatchError(f"Share({self.part!r}): give a share in (0, 1], such as Share(0.5).")
         if self.of != "seen":
             raise KVPatchError(
@@ -114,7 +114,7 @@ class Mass(Rule):
 
     def __post_init__(self) -> None:
         """Raise KVPatchError for a share or bounds out of range, as soon as the user makes the budget."""
-        if isinstance(self.share, bool) or not isinstance(self.share, int | float) or not 0.0 < self.share <= 1.0:
+        if not is_number(self.share) or not 0.0 < self.share <= 1.0:
             raise KVPatchError(f"Mass({self.share!r}): give a share of the scores' sum in (0, 1], such as Mass(0.95).")
         for name in ("floor", "ceiling"):
             value = getattr(self, name)
@@ -195,7 +195,7 @@ class Threshold(Rule):
     weighs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.x, bool) or not isinstance(self.x, int | float) or not 0.0 <= self.x < math.inf:
+        if not is_number(self.x) or not 0.0 <= self.x < math.inf:
             raise KVPatchError(f"Threshold({self.x!r}): give a score of at least 0, such as Threshold(0.01).")
 
     def __str__(self) -> str:

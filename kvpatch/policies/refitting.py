@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from .budgets import is_number
 from .context import accumulator
 from .merging import Kept, Merging
 from .needs import AnyNeed, LayerRead, RepeatQueries
@@ -52,7 +53,7 @@ class Refit(Merging):
 
     def check(self) -> None:
         given = self.ridge
-        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < float("inf"):
+        if not is_number(given) or not 0 < given < float("inf"):
             raise KVPatchError(f"ridge={given!r} must be a number above 0, such as 0.1: higher leaves values as they are.")
 
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .budgets import share
+from .budgets import is_number, share
 from .context import EvictionContext
 from .needs import AnyNeed, Held, LastQueries, Needs, Sums, WindowAttention
 from .quotas import MESSAGES, read_quota
@@ -21,7 +21,7 @@ TURNS = ("all", "each", "first")
 
 def check_size(name: str, value: object) -> None:
     """Raise KVPatchError, called by `Scope.check`, unless `value` is tokens (int >= 0) or a budget's share (float <= 1)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if not is_number(value) or not 0 <= value < float("inf"):
         raise KVPatchError(f"{name}={value!r} must be a number of tokens (int) or a share of the budget (float).")
     if isinstance(value, float) and value > 1.0:
         raise KVPatchError(f"{name}={value!r} is more than the whole budget; write {int(value)} for {int(value)} tokens.")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
-from .budgets import MAX_POSITION
+from .budgets import MAX_POSITION, is_number
 from .context import at_hand
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class TwoStage(Selection):
     def check(self) -> None:
         """Raise KVPatchError for an option out of range. `Policy.__post_init__` calls it."""
         for name, value in (("alpha", self.alpha), ("eps", self.eps)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            if not is_number(value) or not 0 <= value <= 1:
                 raise KVPatchError(f"{name}={value!r} must be a number in [0, 1].")
         if self.norm not in (1, 2) or isinstance(self.norm, bool):
             raise KVPatchError(f"norm={self.norm!r} must be 1 or 2: which norm of the projected values bounds the loss.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from ..errors import KVPatchError
-from .budgets import Rule
+from .budgets import Rule, is_number
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Pyramid:
 
     def check(self) -> None:
         """Raise KVPatchError for an option out of range."""
-        if isinstance(self.beta, bool) or not isinstance(self.beta, int | float) or not 1 <= self.beta < float("inf"):
+        if not is_number(self.beta) or not 1 <= self.beta < float("inf"):
             raise KVPatchError(f"beta={self.beta!r} must be a number of at least 1: the last layer gets budget / beta.")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import KVPatchError
+from ..budgets import is_number
 from ..context import NewTokens
 from .base import StepRead
 from .window_attention import WindowAttention
@@ -34,7 +35,7 @@ class LastUses(WindowAttention):
         return {"insert": "it knows the steps that used a token by their positions"}
 
     def check(self) -> None:
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 <= self.alpha < 1:
+        if not is_number(self.alpha) or not 0 <= self.alpha < 1:
             raise KVPatchError(f"alpha={self.alpha!r} must be in [0, 1): the attention above which a step uses a token.")
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import KVPatchError
 from .. import noise
-from ..budgets import check_count
+from ..budgets import check_count, is_number
 from ..context import Block, NewTokens
 from .sums import Sums
 
@@ -50,7 +50,7 @@ class NoisySums(Sums):
         for name, value in (("resample", self.resample), ("shared", self.across_layers)):
             if not isinstance(value, bool):
                 raise KVPatchError(f"{name}={value!r} must be True or False.")
-        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0.0 <= self.decay <= 1.0:
+        if not is_number(self.decay) or not 0.0 <= self.decay <= 1.0:
             raise KVPatchError(f"damping={self.decay!r} must be in [0, 1]; 1.0 does not damp.")
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
@@ -93,4 +93,4 @@ class NoisySums(Sums):
 
 
 def _is_temperature(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return is_number(value) and 0 < value < float("inf")
