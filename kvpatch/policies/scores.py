@@ -183,17 +183,19 @@ class Summed(Score):
     """Base class of scores that sum over the attention of all query rows.
 
     Attributes:
+        statistic: the sum, a row of statistics.STATISTICS.
         scores: "all" reads every row of a prompt; "sampled" reads blocks of a long prompt's rows, chosen by the seed, and
             estimates the sums of all rows from them, unbiased (see sampling.py).
     """
 
     scores: str = "all"
+    statistic: ClassVar[str] = "sum"
     signed: ClassVar[bool] = False
     is_weight: ClassVar[bool] = True
 
     @property
-    def _sampled(self) -> bool:
-        return self.scores == "sampled"
+    def needs(self) -> tuple[AnyNeed, ...]:
+        return (Sums(self.statistic, sampled=self.scores == "sampled"),)
 
     def check(self) -> None:
         if self.scores not in ("all", "sampled"):
@@ -211,10 +213,6 @@ class Accumulated(Summed):
     Attributes:
         scores: "all", or "sampled": sums from a sample of a long prompt's rows.
     """
-
-    @property
-    def needs(self) -> tuple[AnyNeed, ...]:
-        return (Sums("sum", sampled=self._sampled),)
 
     def unit(self, group: int) -> int:
         return group
@@ -236,9 +234,7 @@ class AccumulatedQuantized(Summed):
         scores: "all", or "sampled": counts from a sample of a long prompt's rows.
     """
 
-    @property
-    def needs(self) -> tuple[AnyNeed, ...]:
-        return (Sums("count", sampled=self._sampled),)
+    statistic: ClassVar[str] = "count"
 
     @kernel_value("count")
     def value(self, context: EvictionContext) -> Tensor:
@@ -256,10 +252,6 @@ class Mean(Summed):
     Attributes:
         scores: "all", or "sampled": sums from a sample of a long prompt's rows.
     """
-
-    @property
-    def needs(self) -> tuple[AnyNeed, ...]:
-        return (Sums("sum", sampled=self._sampled),)
 
     @kernel_value("mean")
     def value(self, context: EvictionContext) -> Tensor:
@@ -459,7 +451,8 @@ class GumbelSoftmax(Summed):
     @property
     def needs(self) -> tuple[AnyNeed, ...]:
         options = {name: getattr(self, name) for name in ("noise", "resample", "tau", "generation_length")}
-        return (NoisySums(sampled=self._sampled, decay=self.damping, across_layers=self.shared, **options),)
+        sampled = self.scores == "sampled"
+        return (NoisySums(sampled=sampled, decay=self.damping, across_layers=self.shared, **options),)
 
     def unit(self, group: int) -> int:
         return group
