@@ -143,7 +143,8 @@ class LagKV(Score):
         P = int(partitions_BH1.max())
         if P > 1:
             index = (sinks_BH1 + torch.arange(P * self.lag, device=position.device)).clamp(max=position.shape[-1] - 1)
-            ranks = self._rank_tokens([_take_columns(t, order.gather(-1, index)) for t in context.view(Held)]) / self.lag
+            index = order.gather(-1, index)[..., None]
+            ranks = self._rank_tokens([t.take_along_dim(index, 2) for t in context.view(Held)]) / self.lag
             scored = (place >= 0) & (place < (partitions_BH1 - 1) * self.lag)
             ranks_BHT = ranks.to(score.dtype).gather(-1, place.clamp(0, ranks.shape[-1] - 1))
             score = torch.where(scored, ranks_BHT, score)
@@ -294,7 +295,3 @@ def sort_by_position(positions_BHT: Tensor) -> tuple[Tensor, Tensor]:
     real = positions_BHT >= 0
     last = torch.iinfo(positions_BHT.dtype).max
     return positions_BHT.masked_fill(~real, last).argsort(-1), real.sum(-1, keepdim=True)
-
-
-def _take_columns(tensor_BHTD: Tensor, index_BHK: Tensor) -> Tensor:
-    return tensor_BHTD.gather(2, index_BHK[..., None].expand(*index_BHK.shape, tensor_BHTD.shape[-1]))

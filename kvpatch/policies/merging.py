@@ -57,7 +57,7 @@ class Kept:
 
     def gather(self, x_BHTD: Tensor) -> Tensor:
         """Return the entries [B,H,K,D] of the kept tokens from a tensor of all slots."""
-        return x_BHTD.gather(2, self.index_BHK[..., None].expand(*self.index_BHK.shape, x_BHTD.shape[-1]))
+        return x_BHTD.take_along_dim(self.index_BHK[..., None], 2)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class NewestQueries(Note):
         """
         W = self.positions_BW.shape[1]
         positions, index = positions_BQ.topk(min(W, positions_BQ.shape[1]), dim=1)
-        q = q_BHGQD.gather(3, index[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
+        q = q_BHGQD.take_along_dim(index[:, None, None, :, None], 3)
         newest = torch.maximum(positions.amax(1, keepdim=True), self.positions_BW.amax(1, keepdim=True))
         among_last = (positions >= 0) & (positions > newest - W)  # an edit reads tokens in the middle of the text
         column = torch.where(among_last, positions % W, W)  # column W takes the others, and is cut off again
@@ -63,9 +63,8 @@ class NewestQueries(Note):
 
         `_end_step` logs them if steps may be rolled back.
         """
-        column, (B, H, G, _, D) = positions_B1 % self.positions_BW.shape[1], self.q_BHGWD.shape
-        index = column[:, None, None, :, None].expand(B, H, G, 1, D)
-        return column, self.q_BHGWD.gather(3, index), self.positions_BW.gather(1, column)
+        column = positions_B1 % self.positions_BW.shape[1]
+        return column, self.q_BHGWD.take_along_dim(column[:, None, None, :, None], 3), self.positions_BW.gather(1, column)
 
     def find_contradiction(self, seen_B11: Tensor) -> Tensor:
         """Return True [B,W] for held queries that cannot be: of tokens not yet seen, or in a wrong column.

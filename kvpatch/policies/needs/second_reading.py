@@ -154,7 +154,7 @@ class RepeatQueries(Rereading[RepeatedQueries]):
         taken_BQ = (column % on_device(every_B, column.device)[:, None] == 0) & (positions_BQ >= 0)
         W = math.ceil(positions_BQ.shape[1] / min(every_B))  # of the row that takes the most; others are filled up with -1
         index_BW = (~taken_BQ).byte().argsort(dim=1, stable=True)[:, :W]
-        q = q_BHGQD.detach().gather(3, index_BW[:, None, None, :, None].expand(*q_BHGQD.shape[:3], -1, q_BHGQD.shape[-1]))
+        q = q_BHGQD.detach().take_along_dim(index_BW[:, None, None, :, None], 3)
         positions = positions_BQ.gather(1, index_BW).masked_fill(~taken_BQ.gather(1, index_BW), -1)
         earlier: RepeatedQueries | None = layer.notes.get(self.name)
         if earlier is not None:
