@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,13 +123,10 @@ class Target:
         """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
         return () if self.outer is None else _read_token_ids(self.outer, IMAGE_TOKENS)
 
-    def sound_tokens(self) -> tuple[int, ...]:
-        """Return the ids that stand for a sound in a prompt."""
-        return () if self.outer is None else _read_token_ids(self.outer, SOUND_TOKENS)
-
     def list_placeholders(self) -> dict[int, str]:
         """Return what each id that is no text stands for in a prompt: "an image" (or a video) or "a sound"."""
-        return dict.fromkeys(self.image_tokens(), "an image") | dict.fromkeys(self.sound_tokens(), "a sound")
+        sounds = () if self.outer is None else _read_token_ids(self.outer, SOUND_TOKENS)
+        return dict.fromkeys(self.image_tokens(), "an image") | dict.fromkeys(sounds, "a sound")
 
     def check_projection(self, policy: Policy) -> None:
         """Raise KVPatchError, for `settings_of`, if a layer's output projection is no plain linear one, as the policy needs."""
@@ -236,7 +232,6 @@ class Target:
 
         `settings_of` calls it as a model is patched.
         """
-        fresh = policy.needs.fresh  # the score draws noise for every query and key
         dtype = dtype_of(self.decoder)
         for module, adapter in self.attentions:
             head_dim, value_dim = adapter.kv_shape(module)[1], adapter.value_size(module)
@@ -246,8 +241,10 @@ class Target:
                 name for name in SPECIAL if (chunked if name == "chunk" else getattr(adapter, name)(module) is not None)
             )
             device = device_of(module, self.decoder).type
-            layer = Case(device, dtype, head_dim, 1, alibi, window, special=special, value_dim=value_dim)  # 1: any group
-            yield replace(layer, fresh=fresh, renumbered=renumbered)
+            yield Case(  # group is left at 1: any
+                device, dtype, head_dim, alibi=alibi, window=window, fresh=policy.needs.fresh, renumbered=renumbered,
+                special=special, value_dim=value_dim,
+            )  # fmt: skip
 
     def list_mixers(self) -> list[nn.Module]:
         """Return the attention modules and a hybrid's other layers that mix tokens; `kvpatch check` measures rounding there."""
@@ -292,17 +289,15 @@ class Target:
 
     def bytes_per_token(self, bits: int, dtype: torch.dtype) -> int:
         """Return the bytes of a token in a layer, over all processes: `Budget.parse` divides budgets in bytes by this mean."""
-        total = 0
-        for module, adapter in self.attentions:
-            heads, key = adapter.kv_shape(module)
-            value, latent = adapter.value_size(module), adapter.latent(module)
-            total += heads * count_entry_bytes(bits, key, value, dtype.itemsize, latent)
-        return math.ceil(total / len(self.attentions))
+        size, shapes = dtype.itemsize, self.shapes()
+        total = sum(each.heads * count_entry_bytes(bits, each.key, each.value, size, each.latent) for each in shapes)
+        return math.ceil(total * self.parallel.size / len(shapes))
 
     def bytes_of_centres(self, bits: int, dtype: torch.dtype) -> int:
         """Return the bytes of the centres that a layer's keys are rounded around, over all processes: the mean of layers."""
-        shapes = [adapter.kv_shape(module) for module, adapter in self.attentions]
-        return math.ceil(sum(heads * count_centre_bytes(bits, key, dtype.itemsize) for heads, key in shapes) / len(shapes))
+        shapes = self.shapes()
+        total = sum(each.heads * count_centre_bytes(bits, each.key, dtype.itemsize) for each in shapes)
+        return math.ceil(total * self.parallel.size / len(shapes))
 
 
 def _check_decoder(decoder: nn.Module) -> None:
