@@ -131,16 +131,19 @@ class Policy:
         return dataclasses.replace(self, **parts, schedule=schedule, every=options.get("every", self.every))
 
     @property
+    def _storing(self) -> list[Score | AnyNeed]:
+        """The needs, and the score, that store numbers with each token."""
+        return [part for part in (*self.needs, self.score) if type(part).entry not in (Need.entry, Score.entry)]
+
+    @property
     def stores(self) -> bool:
         """Tell whether the score or a need stores something with each token."""
-        return type(self.score).entry is not Score.entry or any(type(need).entry is not Need.entry for need in self.needs)
+        return bool(self._storing)
 
     @property
     def entry_by_position(self) -> bool:
         """Tell whether the numbers stored with a token (`entry`) follow from its position: then `entry_ahead` makes them."""
-        storing: list[Score | AnyNeed] = [need for need in self.needs if type(need).entry is not Need.entry]
-        if type(self.score).entry is not Score.entry:
-            storing.append(self.score)
+        storing = self._storing
         return bool(storing) and all(part.entry_by_position for part in storing)
 
     @property
@@ -161,8 +164,7 @@ class Policy:
     @property
     def revises(self) -> bool:
         """Tell whether later tokens of a prompt change what a need stores with earlier ones."""
-        storing = [need for need in self.needs if type(need).entry is not Need.entry]
-        return any(need.is_read or isinstance(need, Rereading) for need in storing)
+        return any(isinstance(part, Need) and (part.is_read or isinstance(part, Rereading)) for part in self._storing)
 
     @property
     def aligned(self) -> bool:
