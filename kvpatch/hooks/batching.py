@@ -15,7 +15,6 @@ from transformers import GenerationMixin
 from ..arch.kinds import position_limit
 from ..arch.rotary import switch_length
 from ..backends.entry_sizes import count_entry_bytes
-from ..cache.cache import EvictingCache
 from ..cache.prefix import Prefix, Prefixes
 from ..policies.served import refuse
 from ..policies.windows import Chunk
@@ -25,7 +24,7 @@ from ..serving.pool import RequestPool
 from .accelerate import OwnMethod
 from .attention import Courier
 from .editing import replace_span
-from .identity import stamp_model
+from .identity import is_read_alike
 from .state import PatchState, pass_mask
 from .versions import check_engine
 
@@ -99,7 +98,7 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
         given = _TOKENIZER.get() if tokenizer is None else tokenizer  # for stop strings
         if conversations is not None:  # how the engine edits a kept cache, and tells if this model may go on from it
             conversations.replace = functools.partial(replace_span, reader, state)
-            conversations.read_alike = functools.partial(_is_read_alike, reader)
+            conversations.read_alike = functools.partial(is_read_alike, reader)
         config = continuous_batching_config
         return engine.find_manager(self, terms, generation_config, config, workload_hints, given, conversations)
 
@@ -127,12 +126,7 @@ def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> 
     prefix = prefixes.longest(ids)
     if prefix is None or prefix.model_stamp is None:
         return prefix
-    return prefix if prefix.model_stamp.decoder() is decoder or _is_read_alike(decoder, prefix) else None
-
-
-def _is_read_alike(decoder: nn.Module, cache: EvictingCache | Prefix) -> bool:
-    """Tell if the model that has read a cache computes as this one does now: the same weights and adapters."""
-    return cache.model_stamp is not None and cache.model_stamp.differs(stamp_model(decoder)) is None
+    return prefix if prefix.model_stamp.decoder() is decoder or is_read_alike(decoder, prefix) else None
 
 
 def _make_courier(pool: RequestPool) -> Tensor:

@@ -18,7 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..cache.cache import EvictingCache
 from ..cache.model_stamp import BASE, ModelStamp
+from ..cache.prefix import Prefix
 from .accelerate import list_parts, list_weights
 
 FEW = 16  # numbers of each weight that are looked at
@@ -27,7 +29,7 @@ FEW = 16  # numbers of each weight that are looked at
 def stamp_model(decoder: nn.Module) -> ModelStamp:
     """Make a decoder's stamp: a fingerprint by which a cache knows the model that has read it. Changes nothing.
 
-    `note_reader` calls it before each prompt, `save_cache` and `renew_prefix` to compare it. It holds PEFT's active adapters,
+    `note_reader` calls it before each prompt, `save_cache` and `is_read_alike` to compare it. It holds PEFT's active adapters,
     and of the weights the layout, torch's counters of changes in place and first numbers.
     """
     weights, tuned = _walk_modules(decoder)
@@ -44,6 +46,11 @@ def stamp_model(decoder: nn.Module) -> ModelStamp:
         sample = tuple(torch.cat(numbers).view(torch.uint8) for numbers in first_numbers.values())
     adapters, acting = _list_adapters(tuned)
     return ModelStamp(weakref.ref(decoder), adapters, acting, layout, hash(tuple(versions)), sample)
+
+
+def is_read_alike(decoder: nn.Module, cache: EvictingCache | Prefix) -> bool:
+    """Tell if the model that has read a cache computes as this one does now: the same weights and adapters."""
+    return cache.model_stamp is not None and cache.model_stamp.differs(stamp_model(decoder)) is None
 
 
 _PLAIN = (nn.Parameter, Tensor)

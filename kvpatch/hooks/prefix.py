@@ -12,7 +12,7 @@ from ..arch.upstream import CACHE
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
-from .identity import stamp_model
+from .identity import is_read_alike, stamp_model
 from .offsets import clear_offsets
 from .state import PatchState
 from .target import Target
@@ -40,8 +40,8 @@ def renew_prefix(target: Target, owner: weakref.ref[PatchState], prefix: Prefix)
     """
     state = owner()
     assert state is not None
-    same = prefix.model_stamp is not None and prefix.model_stamp.differs(stamp_model(target.decoder)) is None
-    return prefix if same and prefix.training == target.decoder.training else _read_prefix(target, state, prefix.ids)
+    same = is_read_alike(target.decoder, prefix) and prefix.training == target.decoder.training
+    return prefix if same else _read_prefix(target, state, prefix.ids)
 
 
 def _read_prefix(target: Target, state: PatchState, tokens: tuple[int, ...]) -> Prefix:
