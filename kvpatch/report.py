@@ -25,9 +25,6 @@ from .errors import KVPatchError
 from .hooks.run_log import RunLog
 from .policies.budgets import Budget
 from .policies.windows import Chunk
-from .report_text import block
-
-__all__ = ["Report", "block"]
 
 
 @dataclass(repr=False)
@@ -302,7 +299,7 @@ class Report:
         for layer, positions in enumerate(self.positions):
             share = kept[layer, : positions.shape[1]].float().mean(0)
             cells = (float(share[a:b].mean()) for a, b in pairwise(edges))
-            lines.append(f"layer {layer:>2} |{''.join(map(block, cells))}| {share.mean():.0%}")
+            lines.append(f"layer {layer:>2} |{''.join(map(text.block, cells))}| {share.mean():.0%}")
         return "\n".join(lines)
 
     def plot(self, path: str | PathLike[str] | None = None, row: int = 0, what: str = "kept") -> Any:

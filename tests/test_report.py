@@ -9,7 +9,8 @@ import torch
 
 import kvpatch
 from kvpatch import plotting, report_text
-from kvpatch.report import Report, block
+from kvpatch.report import Report
+from kvpatch.report_text import block
 from tests.helpers import tiny
 
 LENGTHS = [20, 12]

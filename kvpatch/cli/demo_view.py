@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import plotting
 from ..policies.facts import FACTS
-from ..report import Report, block
+from ..report import Report
+from ..report_text import block
 from .needles import TextBatch
 
 

@@ -60,18 +60,18 @@ class Installation:
             KVPatchError: the model is patched already.
         """
         try:
-            self._change_model(self.target)
+            self._change_model()
         except BaseException:
             self.restore()
             raise
 
-    def _change_model(self, target: Target) -> None:
+    def _change_model(self) -> None:
         """Replace the attention modules' forwards, hook the decoder and the models around it, and wrap generate().
 
         `install` calls it once. Each change is noted in its module's mark (the list of its undos) before it is made, so that
         `restore` undoes it.
         """
-        state = self.state
+        target, state = self.target, self.state
         # attention modules. reads: the module has no keys, and uses those of `layer`. Some families need other attributes, too
         for layer, reads, (module, adapter) in target.modules():
             mark = self._mark_module(module)

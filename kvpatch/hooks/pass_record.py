@@ -49,7 +49,7 @@ class TextRecord:
     column is `base`. columns: read up to the last pass. number: of the last pass. timing: of the last generate().
     """
 
-    def __init__(self, log: Any, cache: EvictingCache, made_here: bool = False) -> None:
+    def __init__(self, log: Any, cache: EvictingCache, made_here: bool) -> None:
         """Begin the record of a cache, for `RunLog.record`, at the cache's first pass under a patch. log: the patch's RunLog.
 
         made_here: the caller gave no cache.

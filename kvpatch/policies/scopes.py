@@ -113,17 +113,17 @@ class Scope:
         Raises:
             KVPatchError: `protect=` marks more tokens than the budget holds.
         """
-        marked, start = [p for p in marked if p >= fixed], fixed
+        marked = [p for p in marked if p >= fixed]
         if len(marked) > budget:
             raise KVPatchError(
                 f"protect= marks {len(marked)} tokens of a prompt of {n}, but the budget is {budget}: raise k to at "
                 f"least {len(marked)} tokens or protect fewer."
             )
         # sinks, as far as the budget has room beside marked tokens; none if the schedule keeps the prompt
-        first = min(max(self.sinks, start), start + budget) if start < n else start
-        while first - start + sum(p >= first for p in marked) > budget:
+        first = min(max(self.sinks, fixed), fixed + budget) if fixed < n else fixed
+        while first - fixed + sum(p >= first for p in marked) > budget:
             first -= 1
-        free = budget - (first - start) - sum(p >= first for p in marked)
+        free = budget - (first - fixed) - sum(p >= first for p in marked)
         # observed: rows of the observation window, whose tokens are protected (`protects`) or only read
         rows = budget if needs.find(LastQueries) is not None else rows  # these are not of the prompt alone
         protects, window = needs.protects > 0, needs.find(WindowAttention)
