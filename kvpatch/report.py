@@ -123,7 +123,7 @@ class Report:
 
     @classmethod
     def _from_snapshot(cls, snapshot: Snapshot) -> Report:
-        """Make a report from a snapshot of a cache, for `of` and `last`; positions are copied, since passes change them."""
+        """Make a report from a snapshot of a cache, for `of` and `of_log`; positions are copied, since passes change them."""
         settings, parts = snapshot.settings, snapshot.parts.values()
         return cls(
             **_describe_settings(settings),

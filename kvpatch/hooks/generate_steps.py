@@ -71,7 +71,7 @@ class GenerateSteps:
             self._lock.release()
 
     def _find_graph(self, model: nn.Module) -> StepGraph | None:
-        """Return the model's graphs, for `running`; new ones if the model has changed, None if steps run without any.
+        """Return the model's graphs, for `with_graphs`; new ones if the model has changed, None if steps run without any.
 
         A change is another address, dtype or shape of a weight, another class of a module, or another attribute.
         """
@@ -91,7 +91,7 @@ class GenerateSteps:
         return self._graph
 
     def _call(self, model: nn.Module, graph: StepGraph, cache: EvictingCache, /, *args: Any, **inputs: Any) -> Any:
-        """Run one pass of generate(), which calls this for the model in `running`: by a graph if it is a decode step."""
+        """Run one pass of generate(), which calls this for the model in `with_graphs`: by a graph if it is a decode step."""
         # another cache than the one of this generate(), such as an assistant model's
         foreign = bool(args) or cache_of(inputs) is not cache
         reads = cache.columns_read < (cache.plans.prompt_len or 0)  # a prompt in pieces, the last of which may be one token

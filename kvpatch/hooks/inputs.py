@@ -55,7 +55,7 @@ def refuse_misspelt_arguments(known: Sequence[str], options: dict[str, Any], arg
 
 
 def _as_k(name: str, value: object) -> str:
-    """For `check_options`: return the advice to write k= for another library's option; "" if `value` is no budget."""
+    """Return advice for `refuse_misspelt_arguments`: to write k= for another library's option; "" if `value` is no budget."""
     if not is_number(value):
         return ""
     if name == "compression_ratio":

@@ -16,7 +16,7 @@ Totals = tuple[Tensor, ...]
 Of = Literal["queries", "turned", "outputs", "scores"]
 
 MORE = 4
-"""Features of a token besides its value: see learned.features."""
+"""Features of a token besides its value: see learned.list_features."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Measure:
         name: its name in files and in `Calibration.layers`.
         shape: a letter for each axis: H KV heads, G query heads of a group, D head size, P pairs of channels, F features of a
             token; or a number.
-        of: what a piece of text adds to the sums; None where it cannot be measured.
+        of: what a piece of text adds to the sums.
         finish: what becomes of the sums of all pieces.
         kind: "queries", "turned" for queries without their rotation, "outputs" for what goes through the output projection,
             or "scores" of a second reading.

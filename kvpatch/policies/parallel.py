@@ -40,8 +40,7 @@ class Parallel:
         """Gather the [B,H,...] of all processes into [B,size*H,...], heads in order, for decisions over all heads of a layer.
 
         `_share_budget` and scores of whole layers call it, in all processes, which wait for each other. One alone gets its
-        tensor back. empty: fills each last axis up to
-        the longest of any process; None promises that the axes are equally long.
+        tensor back. empty: fills each last axis up to the longest of any process; None promises that the axes are equally long.
         """
         if self.size == 1:
             return own_BH

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..batched import Batched
-from ..context import NewTokens, Observed
+from ..context import NewTokens, Observed, View
 
 if TYPE_CHECKING:
     from ..context import EvictionContext, Limits
-
-View = TypeVar("View", covariant=True)
 
 
 class Note(Batched):

@@ -23,8 +23,7 @@ _NOW = {
     "note": "needs = (LastUses(),), or a class of your own with step()",
     "fold": "needs = (WindowAttention(32, fold=...),)",
 }
-_FORMER = frozenset(_NOW)
-"""Members of scores before there were needs, which nobody would read any more."""
+"""Members of scores before there were needs, which nobody would read any more, and what to write for them."""
 
 
 class Needs(tuple[AnyNeed, ...]):
@@ -48,11 +47,11 @@ class Needs(tuple[AnyNeed, ...]):
         """Collect what the score, scope and merging of a policy declare that they read (`needs`), for `Policy.__post_init__`.
 
         Raises KVPatchError for a `needs` of another type, for two that contradict each other, and for an attribute that scores
-        had in earlier versions (_FORMER).
+        had in earlier versions (_NOW).
         """
         needs_by_state: dict[Any, AnyNeed] = {}
         for part in parts:
-            for name in sorted(_FORMER & set(dir(type(part)))):
+            for name in sorted(_NOW.keys() & set(dir(type(part)))):
                 raise KVPatchError(
                     f"{type(part).__name__}.{name}: scores and scopes say what they read as needs: {_NOW[name]}, of "
                     "kvpatch.policies.needs."

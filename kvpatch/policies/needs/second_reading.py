@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...errors import KVPatchError
 from ..budgets import check_count
-from ..context import EvictionContext, NewTokens, accumulator
+from ..context import EvictionContext, NewTokens, View, accumulator
 from ..numbers import on_device
 from ..repetition import BEFORE, Repetition
 from .base import LayerRead, Need, Note, PromptRead
 
 FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
-
-
-View = TypeVar("View", covariant=True)
 
 
 @dataclass(frozen=True)
