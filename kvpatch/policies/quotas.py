@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPatchError
+from .numbers import on_device
 from .selection import LAST
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def find_quotas(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -
 
     span: as encode_spans makes it. budget_B: tokens that a head may keep. total_B: tokens that the budget is for.
     """
-    budget, total = (torch.tensor(row, device=span.device).view(-1, 1, 1) for row in (budget_B, total_B))
+    budget, total = (on_device(row, span.device).view(-1, 1, 1) for row in (budget_B, total_B))
     tokens = span & _TOKENS
     return torch.minimum(tokens, tokens * budget // total.clamp(min=1))
 
