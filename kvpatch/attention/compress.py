@@ -366,27 +366,23 @@ def _compress_layer(
     if moves:
         slots.start_moving(counts, goals)
     elif evicts:
-        _start_evicting(call, kept, counts, goals, max(room) + every - 1)
+        _start_evicting(call, counts, goals, max(room) + every - 1)
     else:
         _start_keeping(call, kept, counts)
 
 
-def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: list[int] | None, filling: int) -> None:
+def _start_evicting(call: Call, counts: list[int], goals: list[int] | None, filling: int) -> None:
     """Set, after a prompt, the mode of a layer that evicts while decoding: tokens take free slots, or those of evicted ones.
 
     `_compress_layer` calls it. Heads of equal size below their budget are first appended to (`start_filling`). counts: tokens
-    that each head has. goals: number of tokens at which it evicts. filling: decode steps until all heads evict. `kv.appends`:
-    the storage can append a column to all heads at once. `first_BH`: each head's slot for the next token.
+    that each head has. goals: number of tokens at which it evicts. filling: decode steps until all heads evict.
     """
     slots, compiled = call.slots, call.cache.plans.static_room is not None
     if filling and not (slots.may_have_empty or compiled):
         slots.start_filling(filling)
         return
     slots.may_have_empty |= filling > 0
-    first_BH = None
-    if kept is None and slots.kv.appends:  # all heads have as many tokens, in their first slots
-        first_BH = slots.positions.new_full(slots.positions.shape[:2], max(counts))
-    slots.start_evicting(filling, first_BH, counts, goals)
+    slots.start_evicting(filling, counts, goals)
 
 
 def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:

@@ -163,11 +163,10 @@ def _join_layer(new: SlotLayer, parts: list[SlotLayer], joined_limits: dict[tupl
         _copy_tokens(new, parts)
     # the mode says where the next token goes
     if isinstance(first.mode, Moving):  # the budget follows the text
-        new.columns_used = new.positions.shape[2]
         new.start_moving(counts, goals)
-        new.in_text_order, new.first_croppable = False, new.columns_used
     else:
-        _set_mode(new, counts, goals, moved=joined is None)
+        _set_mode(new, counts, goals)
+    new.in_text_order, new.first_croppable = False, new.columns_used
 
 
 def lay_out_anew(cache: TextState, layer: SlotLayer, part: SlotLayer) -> None:
@@ -244,23 +243,21 @@ def _copy_tokens(new: SlotLayer, parts: list[SlotLayer]) -> None:
         first_head += len(positions)
 
 
-def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None, moved: bool) -> None:
+def _set_mode(new: SlotLayer, counts: list[int], goals: list[int] | None) -> None:
     """Set the mode of a layer that was just filled: the next token is appended, goes into a free slot, or makes a head evict.
 
     `_join_layer` calls it, unless the budget follows the text. counts: tokens of each head. goals: slots of each head at its
-    budget; None: nothing is evicted. moved: tokens fill the first slots of each head.
+    budget; None: nothing is evicted.
     """
     C, longest = new.positions.shape[2], max(counts)
-    next_BH = torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2])
     if goals is not None:
         steps = max(goal - 1 - count for goal, count in zip(goals, counts, strict=True))
         # an eviction of several tokens leaves several slots empty, though all were taken when the parts were joined
         new.may_have_empty = new.kv.head_offsets is not None or steps > 0 or min(counts) + 1 < C or new.evict_interval > 1
-        new.start_evicting(steps, next_BH if moved else None, counts, goals)
+        new.start_evicting(steps, counts, goals)
     elif not new.kv.appends:  # slots to which no columns can be appended
         new.may_have_empty = True
-        new.start_growing(next_BH, counts)
+        new.start_growing(torch.tensor(counts, device=new.positions.device).view(new.positions.shape[:2]), counts)
     else:
         new.columns_used, new.may_have_empty = longest, min(counts) < longest
         new.start_appending()
-    new.in_text_order, new.first_croppable = False, new.columns_used
