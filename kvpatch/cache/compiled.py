@@ -87,7 +87,8 @@ def end_step(cache: TextState) -> None:
     `end_pass` calls it, inside the traced code, for a pass that `begin_step` began.
     """
     cache.lengths_B.add_(1)
-    cache.counters.tensors.advance(1, 1, False)  # by one column and one decode step
+    cache.counters.tensors.columns.add_(1)
+    cache.counters.tensors.steps.add_(1)
     cache.now = None  # else its tensors would be outputs of the graph
     cache.counters.has_uncounted_steps = True
 

@@ -11,7 +11,7 @@ from .token_ids import TAPE, UNKNOWN
 
 
 class DeviceCounters:
-    """Counters as 0-d tensors that every pass advances, for steps under torch.compile.
+    """Counters as 0-d tensors for steps under torch.compile, which advance them; any other pass sets them at its end.
 
     columns: columns read, int64; limit: columns up to which there is room, int64. steps: decode steps since the prompt,
     float32; temperature_steps: over which a score's temperature changes, float32. tape_BN: ids of the newest traced steps,
@@ -37,16 +37,6 @@ class DeviceCounters:
         place = torch.arange(start, start + count, device=self.tape_BN.device)
         ids_BQ = self.tape_BN[:, place % N]
         return ids_BQ if count <= N else ids_BQ.masked_fill(place < start + count - N, UNKNOWN)
-
-    def advance(self, columns: int, steps: int, restart: bool) -> None:
-        """Add a pass that ends to the counters, in place. restart: it ended a prompt, from which decode steps are counted.
-
-        `passes.end_pass` calls it, and `compiled.end_step` inside a traced step.
-        """
-        self.columns.add_(columns)
-        if restart:
-            self.steps.zero_()
-        self.steps.add_(steps)
 
 
 @dataclass

@@ -211,14 +211,12 @@ def end_pass(cache: TextState) -> None:
     if now.traced:  # a step of compiled code
         compiled.end_step(cache)
         return
-    Q = now.positions_BQ.shape[1]
-    # counters that are tensors: made after the first pass, else advanced
+    # counters that are tensors: made after the first pass
     begun = counters.tensors_or_none is None or now.ends_prompt  # decode steps count anew
     if counters.tensors_or_none is None:
         counters.tensors_or_none = DeviceCounters(cache.lengths_B.device, len(cache.lengths_B), cache.plans.static_room or 0)
-        counters.tensors_or_none.advance(cache.columns_read, counters.steps, False)
-    else:
-        counters.tensors_or_none.advance(Q, Q - now.prompt_columns, now.ends_prompt)
+    counters.tensors_or_none.columns.fill_(cache.columns_read)
+    counters.tensors_or_none.steps.fill_(counters.steps)
     if begun or cache.plans.static_room is not None or any(isinstance(layer.mode, Growing) for layer in cache.layers):
         # columns up to which compiled steps, which cannot move buffers, have room: by the layer with the fewest writes_left.
         # Set as a prompt ends, after each pass if static_room was asked for, and if a Growing layer's buffers may have moved

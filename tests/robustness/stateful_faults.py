@@ -16,7 +16,6 @@ from kvpatch.attention.layer_call import Call
 from kvpatch.attention.stacked import LayerStack
 from kvpatch.backends import head_offsets, torch_backend
 from kvpatch.cache import concat, layer, passes
-from kvpatch.cache.counters import DeviceCounters
 from kvpatch.cache.layer import SlotLayer
 from kvpatch.cache.slots import DenseSlots
 from kvpatch.cache.state import TextState
@@ -49,7 +48,7 @@ PASS = [
     (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
     (SlotLayer, "allocate"), (SlotLayer, "resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record_step"),
-    (head_offsets.HeadOffsets, "pack_entries"), (DeviceCounters, "advance"), (passes, "begin"),
+    (head_offsets.HeadOffsets, "pack_entries"), (passes, "begin"),
     (passes, "end_layer"), (passes, "check_batch"), (passes, "_count_budget"),
     (passes, "end_pass"), (decoder, "_begin_pass"), (positions, "_refuse_too_many"), (RunLog, "begin"),
 ]  # fmt: skip
