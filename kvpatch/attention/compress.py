@@ -82,17 +82,15 @@ class PromptEnd:
         """Empty slots [B,H,T], or None if there are none."""
         return self.call.positions_BHT < 0 if self.call.slots.may_have_empty else None
 
-    @property
-    def newest_B11(self) -> Tensor:
-        """Position from which scores count ages: that of each row's newest token."""
-        return find_newest(self.call)
-
     def make_context(self) -> None:
         """Set `context`, which scores read, if tokens must go: `_compress_group` calls it before it asks for sort keys.
 
-        -1 stands for a prompt's end instead of a decode step's column. `watch`: called with the scores, to check for NaN.
+        Scores count ages from each row's newest token, also after an edit. -1 stands for a prompt's end instead of a decode
+        step's column. `watch`: called with the scores, to check for NaN.
         """
-        self.context = self.call.eviction_context(self.newest_B11, -1)
+        now = self.call.now
+        newest_B11 = now.copy([n - 1 for n in now.n_B], self.call.slots.positions.device)[:, None, None]
+        self.context = self.call.eviction_context(newest_B11, -1)
         self.context.watch = functools.partial(anomaly.check_value if self.call.settings.strict else _warn_of_scores, self.call)
 
     def key_by_score(self) -> Tensor:
@@ -554,8 +552,8 @@ def _list_budgets(call: Call) -> list[int]:
 def find_newest(call: Call) -> Tensor:
     """Return the position [B,1,1] from which tokens' ages count as a prompt ends: that of a row's newest token.
 
-    If the pass is an edit (tokens read into the middle of a text), that of the edit's last token. `PromptEnd.make_context`
-    and what reads a prompt call it. n_B: tokens of each row so far.
+    If the pass is an edit (tokens read into the middle of a text), that of the edit's last token. n_B: tokens of each row so
+    far.
     """
     edit = call.now.edit
     return call.now.copy([(n if edit is None else edit.stop) - 1 for n in call.now.n_B], call.slots.positions.device)[

@@ -74,12 +74,6 @@ class EditEnd(PromptEnd):
         self.fixed = [[0] * len(row) for row in self.held]
         self.keep = self.call.slots.own_budget_BH1[..., 0].tolist()
 
-    @property
-    def newest_B11(self) -> Tensor:
-        """Position from which scores count ages: that of the text's newest token, not of the edit's."""
-        now = self.call.now
-        return now.copy([n - 1 for n in now.n_B], self.call.slots.positions.device)[:, None, None]
-
     def make_context(self) -> None:
         """Set `context`, for `_compress_group`. Recent tokens that the policy protects count from the edit's last token."""
         super().make_context()
