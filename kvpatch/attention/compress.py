@@ -351,16 +351,21 @@ def _compress_layer(
     # a need (what the policy gathers in the layer) drops its notes if nothing will read them
     for need in call.needs:
         need.end(call, slots.state, evicting)
-    if not now.final:  # the next block is appended
-        _move_kept(call, index, kept, values, Layout([longest + now.reserve]))  # room for the next block
-        return
-    slots.keep_BH1 = _fill_counts(call, keep)[..., None].clone()  # a copy, since the layer may write to it
-    # move the kept tokens to new buffers, and set the mode in which decode steps go on
+    # move the kept tokens to new buffers
     every = call.policy.every
     goals = [k + every for k in keeps] if evicts else None  # slots of each head at which it evicts
-    exactly = call.cache.plans.static_room is not None or every > 1  # all spare slots at once
-    layout = plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.waiting_slots), exactly)
-    _move_kept(call, index, kept, values, layout)
+    if now.final:
+        exactly = call.cache.plans.static_room is not None or every > 1  # all spare slots at once
+        layout = plan(counts, goals, lambda tokens: max(_count_spare(call, tokens), slots.waiting_slots), exactly)
+    else:
+        layout = Layout([longest + now.reserve])  # the next block is appended
+    slots.allocate(index, kept, layout)
+    if values is not None:
+        slots.replace_values(values, kept)
+    if not now.final:
+        return
+    # set the mode in which decode steps go on
+    slots.keep_BH1 = _fill_counts(call, keep)[..., None].clone()  # a copy, since the layer may write to it
     if moves:
         slots.start_moving(counts, goals)
     elif evicts:
@@ -419,16 +424,6 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
         fits_BH11 = (values.isfinite() | ~real[..., None]).all(-1, keepdim=True).all(-2, keepdim=True)
         slots.unfitted_BH = 1 - fits_BH11[..., 0, 0].long()
         return torch.where(fits_BH11, values, kept.gather(v))
-
-
-def _move_kept(call: Call, index: Tensor | None, kept: Tensor | None, values: Tensor | None, layout: Layout) -> None:
-    """Move the tokens at slots `index` (where `kept`; None: all) to new slots; write `values` unless None.
-
-    `_compress_layer` calls it once a layer as a prompt or block ends.
-    """
-    call.slots.allocate(index, kept, layout)
-    if values is not None:
-        call.slots.replace_values(values, kept)
 
 
 def _count_spare(call: Call, tokens: int) -> int:

@@ -368,7 +368,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def allocate(self, index_BHK: Tensor | None, kept_BHK: Tensor | None, layout: Layout) -> None:
         """End a prompt: allocate slots by `layout`, and move the tokens at `index_BHK` (None: all used) to each head's front.
 
-        `_move_kept` and `_keep_all` call it for each layer. kept_BHK: False where a head keeps fewer than K, so that the slot
+        `_compress_layer` and `_keep_all` call it. kept_BHK: False where a head keeps fewer than K, so that the slot
         is empty; None: each keeps K. Keys, values, positions and state are replaced; those of other tokens are gone.
         """
         if index_BHK is None:
@@ -394,7 +394,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def replace_values(self, values_BHKD: Tensor, kept_BHK: Tensor | None) -> None:
         """Replace kept tokens' values by those of a merging policy. kept_BHK: False in slots that stay empty.
 
-        `_move_kept` calls it after `allocate`, where a prompt or a block of it ends.
+        `_compress_layer` calls it after `allocate`, where a prompt or a block of it ends.
         """
         columns = torch.arange(values_BHKD.shape[2], device=values_BHKD.device).expand(values_BHKD.shape[:3])
         rows, values = self.kv.rows_of(columns), values_BHKD.detach().flatten(0, 2)  # indices into the flattened slots
