@@ -18,7 +18,7 @@ SHOWN = 4  # positions that an error lists
 def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise KVPatchError if q [B,H*G,Q,D], k or v [B,H,Q,D] is not finite for a token that is not padding.
 
-    `_run_call` calls it under strict=True in each layer of each pass, before the cache changes.
+    `_attend_layer` calls it under strict=True in each layer of each pass, before the cache changes.
     """
     for name, tensor in (("queries", q), ("keys", k), ("values", v)):
         _refuse_bad(call, name, ~tensor.isfinite().all(-1), call.positions_BQ[:, None], "This layer's cache is as before.")
@@ -27,7 +27,7 @@ def check_inputs(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_outcome(call: Call, out_BHGQD: Tensor) -> None:
     """Raise KVPatchError if the layer's output, or a number that the policy stores with a key (`state_view`), is not finite.
 
-    `_run_call` calls it under strict=True at the end of each layer of each pass.
+    `_attend_layer` calls it under strict=True at the end of each layer of each pass.
     """
     bad_BHQ = ~out_BHGQD.isfinite().all(-1).flatten(1, 2)
     _refuse_bad(call, "probabilities (attention's output)", bad_BHQ, call.positions_BQ[:, None], "")
@@ -51,7 +51,7 @@ def check_value(call: Call, value_BHT: Tensor) -> None:
 def check_cache(cache: TextState) -> None:
     """Raise KVPatchError if the cache breaks its invariants: that is a defect of kvpatch.
 
-    `_run_call` calls it under strict=True after the last layer of each pass. Changes nothing.
+    `_attend_layer` calls it under strict=True after the last layer of each pass. Changes nothing.
     """
     try:
         invariants.check_cache(cache)

@@ -70,17 +70,14 @@ def _attend_writing(
 
 
 def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor, bound_adapter: BoundAdapter) -> Tensor:
-    return _run_call(_bind_call(cache, layer, q, k, bound_adapter), q, k, v)
-
-
-def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Run a pass in one layer: attend, store new keys and values, evict, and count the layer as done; return [B,Q,H*G*D].
 
-    `_attend_layer` calls it in each layer that writes keys. In a decode step the first layer also makes bound steps (objects
+    `_attend_writing` calls it in each layer that writes keys. In a decode step the first layer also makes bound steps (objects
     that save Python time) for later layers (bound_step.py). A cache `for_one_pass` is then dropped, as the user asked for none.
     `unfinished`: an earlier pass was interrupted. `stack`: layers that score and evict together.
     """
-    cache, layer, slots = call.cache, call.layer, call.slots
+    call = _bind_call(cache, layer, q, k, bound_adapter)
+    slots = call.slots
     dtype = slots.dtype if slots.is_initialized else v.dtype  # autocast may mix dtypes: a cache keeps its first one
     if q.dtype != dtype or k.dtype != dtype or v.dtype != dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -107,7 +104,7 @@ def _run_call(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_columns(call: Call, q_BHGQD: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a pass of a prompt or several tokens in one layer; return [B,H,G,Q,D]. `_run_call` calls it.
+    """Run a pass of a prompt or several tokens in one layer; return [B,H,G,Q,D]. `_attend_layer` calls it.
 
     The first P columns, a prompt's, attend at once. Each later column is a decode step (tokens that assisted decoding
     verifies).
@@ -145,7 +142,7 @@ def _bind_call(cache: TextState, layer: int, q: Tensor, k: Tensor, bound_adapter
 def _find_stack(call: Call, q_BHGD: Tensor) -> LayerStack | None:
     """Return the stack by which a decode step's layers score and evict together, or None if each layer does so alone.
 
-    `_run_call` calls it in each layer of each decode step. A stack joins the layers' positions and scores in one tensor. It is
+    Each layer asks in each decode step. A stack joins the layers' positions and scores in one tensor. It is
     built at the first layer, once no layer will need more slots (`settled`), and kept as `steps.stack`. It is dropped when
     batch rows are reordered (`stack_due` then asks for a new one), and here where each layer is looked at by itself:
     `records_undo` for rollback, strict=True, `records_lifetimes` for replays, or `settings.read`, layers whose keys later

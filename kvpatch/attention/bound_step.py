@@ -188,9 +188,9 @@ class FusedByKernels(Fused):
 def bind_steps(first: Call, q_BHGD: Tensor, stack: LayerStack | None) -> None:
     """Make a bound step (a short decode step, to save Python time) for each layer between the first, which runs, and the last.
 
-    `_run_call` calls it in the first layer of each decode step. The attention modules find the bound steps in `steps.running`,
-    which this sets, and call them in place of `attend`. The last layer has none: `attend` ends the pass there. It makes none at
-    all where a step needs more than that: a log for rollback, torch.compile, checks, autocast, gradients.
+    `_attend_layer` calls it in the first layer of each decode step. The attention modules find the bound steps in
+    `steps.running`, which this sets, and call them in place of `attend`. The last layer has none: `attend` ends the pass there.
+    It makes none at all where a step needs more than that: a log for rollback, torch.compile, checks, autocast, gradients.
     """
     now, cache = first.now, first.cache
     needs_full_step = now.records_undo or now.traced or cache.for_one_pass or cache.settings.strict or cache.settings.renumbered

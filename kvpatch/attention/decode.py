@@ -24,11 +24,11 @@ from .stacked import LayerStack
 def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int, stack: LayerStack | None = None) -> Tensor:
     """Run a decode step in one layer: write the token at column `t` of the pass, attend, observe and evict.
 
-    `_run_call`, `_attend_columns` and `Unbound` steps call it. To observe is to add the step's attention probabilities to the
-    sums that scores read. Returns the output [B,H,G,D]. With a `stack` (layers joined for scoring and eviction), the first of
-    its layers writes the new token's position for all layers, and the last one observes and evicts for all. Without a stack,
-    this layer does so for itself. `entry`: numbers that the policy stores with the token. `by_kernels`: these have observed, so
-    that no probabilities are left, and may have evicted. `shares_keys`: later layers attend to this layer's keys, too.
+    To observe is to add the step's attention probabilities to the sums that scores read. Returns the output [B,H,G,D]. With a
+    `stack` (layers joined for scoring and eviction), the first of its layers writes the new token's position for all layers,
+    and the last one observes and evicts for all. Without a stack, this layer does so for itself. `entry`: numbers that the
+    policy stores with the token. `by_kernels`: these have observed, so that no probabilities are left, and may have evicted.
+    `shares_keys`: later layers attend to this layer's keys, too.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
     newest_B11 = positions_B1[:, None]

@@ -182,8 +182,7 @@ def _clear_undo_logs(cache: TextState) -> None:
 def end_layer(cache: TextState, layer: int) -> None:
     """Count a layer's part of a pass as done, after its attention has run; after the last layer the pass ends.
 
-    `_run_call` of attention/attend.py calls it. A cache for one pass, without use_cache, is emptied layer by layer; only what
-    reports need is kept.
+    A cache for one pass, without use_cache, is emptied layer by layer; only what reports need is kept.
     """
     if cache.for_one_pass:
         cache.layer_parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
