@@ -137,8 +137,7 @@ def end_prompt(call: Call, past: int, nominal_B: list[int]) -> None:
     `finish`. nominal_B: tokens of each row that the policy protects. The host waits for the device only if heads share a budget
     by their scores, or if it cannot know how many tokens they hold (`_count_held`).
     """
-    now, end = call.now, PromptEnd(call, past, nominal_B)
-    sharing = [layer for layer in call.settings.together if layer < len(call.cache.layers)]
+    now, end, sharing = call.now, PromptEnd(call, past, nominal_B), call.settings.together
     together = call.layer in sharing
     if now.reread_ids_BN is not None or together:
         now.waiting_layers.append(end)

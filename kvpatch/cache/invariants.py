@@ -89,11 +89,11 @@ def _check_common_budget(cache: TextState, seen_B: Tensor) -> None:
 
     `check_state` calls it. It checks nothing before a prompt has ended, nor where one of these layers does not evict.
     """
-    layers = [index for index in cache.settings.together if index < len(cache.layers)]
-    if cache.turns.unfinished or not all(cache.layers[index].mode.evicts for index in layers):
+    together = cache.settings.together
+    if cache.turns.unfinished or not all(cache.layers[index].mode.evicts for index in together):
         return
     divided_B, allowed_B = torch.zeros_like(seen_B), torch.zeros_like(seen_B)
-    for index in layers:
+    for index in together:
         layer = cache.layers[index]
         between_steps_BH = layer.own_budget_BH1[..., 0] + layer.evict_interval - 1  # several may be evicted at once
         divided_B += between_steps_BH.sum(-1).to(seen_B.device)
