@@ -170,7 +170,7 @@ class FusedByKernels(Fused):
         """Run the layer's decode step in Triton's kernels; return the output [B,1,H*G*D].
 
         The patched attention module calls it in place of `attend`. The kernels write the token, too, into each head's slot
-        `mode.free_BH`: a free slot, or the column after the used ones, which `open_column` makes room for. tau: temperature of
+        `mode.free_BH`: a free slot, or the column after the used ones, which `open_columns` makes room for. tau: temperature of
         Keyformer's softmax with noise. newest_B: the token's position.
         """
         slots, stack = self.slots, self.stack
@@ -181,7 +181,7 @@ class FusedByKernels(Fused):
         else:
             newest_B = cache.current_pass.positions_on(slots.device)[:, 0]
             self.mode.free_BH = cache.current_pass.index_column(slots.columns_used, slots.positions)  # the next column
-            slots.open_column({})
+            slots.open_columns(1, {})
         return self.step(q.view(self.query), k, v, slots, newest_B, self.geometry, self.rule, tau).view(self.out)
 
 

@@ -208,7 +208,7 @@ def _run_kernels(
         evicting = call.evicting and not (appends or call.rule.moves or call.shares_keys)
         if appends:
             slots.mode.free_BH = call.now.index_column(slots.columns_used, slots.positions)
-            slots.open_column(entry)  # writes the state, counts the column as used
+            slots.open_columns(1, entry)  # writes the state, counts the column as used
         else:
             slots.write_entry(entry)
             if call.now.records_undo:

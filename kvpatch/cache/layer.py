@@ -215,20 +215,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
-        start, stop = self.columns_used, self.columns_used + k_BHQD.shape[2]
-        self.reserve(stop)  # room for so many columns
+        start = self.columns_used
+        self.open_columns(k_BHQD.shape[2], entry)
         self.kv = dense = self.kv.make_dense(*k_BHQD.shape[:2])  # ragged slots become dense
         dense.append(start, k_BHQD, v_BHQD)
-        self.positions[:, :, start:stop] = positions_BQ[:, None]
-        self.columns_used = stop
-        for name, tensor in entry.items():
-            self.statistic(name, tensor)[:, :, start:stop] = tensor
-        self._zero_statistics(start)
+        self.positions[:, :, start : self.columns_used] = positions_BQ[:, None]
 
     def statistic(self, name: str, like: Tensor | None = None) -> Tensor:
         """Return the tensor `name` that the policy keeps per slot, such as sums of attention, to be read or changed in place.
 
-        `Call.add` and `append` ask. If there is none yet, it is made of zeros: one number a slot, or shaped as `like`.
+        If there is none yet, it is made of zeros: one number a slot, or shaped as `like`.
         """
         if name not in self.state:
             # accumulator(): a dtype with enough bits for sums
@@ -239,7 +235,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def _zero_statistics(self, start: int) -> None:
         """Set the policy's sums of attention to zero for tokens just written: the used columns from `start` on.
 
-        `adopt`, `append` and `open_column` call it. `statistics`: names of these sums, in `state`.
+        `statistics`: names of these sums, in `state`.
         """
         for name in self.statistics:
             if name in self.state:  # a new one is zero
@@ -263,18 +259,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.write_entry(entry)
             self.columns_used += 1
         else:
-            if self.is_initialized:  # never more columns than the budget
-                self.reserve(self.columns_used + 1, self._bound_columns())
             self.append(k_BH1D, v_BH1D, positions_B1, entry)
 
-    def open_column(self, entry: dict[str, Tensor]) -> None:
-        """Make room for a decoded token after the used columns and write its state (`entry`). A kernel then writes the rest.
+    def open_columns(self, tokens: int, entry: dict[str, Tensor]) -> None:
+        """Make room for tokens after the used columns, and write their state (`entry`); `append`, or a kernel, writes the rest.
 
-        `_run_kernels` calls it in a layer whose tokens are appended.
+        Buffers get no more columns than the budget.
         """
         start = self.columns_used
-        self.reserve(start + 1, self._bound_columns())
-        self.columns_used += 1
+        self.reserve(start + tokens, self._bound_columns())
+        self.columns_used += tokens
         for name, tensor in entry.items():
             self.statistic(name, tensor)[:, :, start : self.columns_used] = tensor
         self._zero_statistics(start)
