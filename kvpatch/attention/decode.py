@@ -153,13 +153,13 @@ def choose_backend(call: Call, q_BHGD: Tensor) -> str:
 
     `run_step` calls it in each layer without a stack, `_find_stack` and `_bind_alone` before a step.
     """
-    if call.no_kernels is not None:  # the reason why no kernel can serve the policy
-        call.cache.backend_choice.record(_name_task(call), "torch", call.no_kernels)
-        return "torch"
-    if call.cache.counters.steps_behind_B is not None and call.observes:  # rows of joined caches differ in steps taken
-        call.cache.backend_choice.record(_name_task(call), "torch", "rows have temperatures of their own")
-        return "torch"
-    return call.cache.backend_choice.of(*_describe_case(call, q_BHGD))
+    choice, why = call.cache.backend_choice, call.no_kernels  # the reason why no kernel can serve the policy
+    if why is None and call.cache.counters.steps_behind_B is not None and call.observes:  # rows differ in steps taken
+        why = "rows have temperatures of their own"
+    if why is None:
+        return choice.of(*_describe_case(call, q_BHGD))
+    choice.record(_name_task(call), "torch", why)
+    return "torch"
 
 
 def choose_step_backends(call: Call) -> None:

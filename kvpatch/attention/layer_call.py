@@ -142,7 +142,7 @@ class Call(LayerRead):
         after the last layer (layers that share a budget), when accelerate may have offloaded this layer's weights. Others
         compute norms as a prompt ends, for the tokens in question alone. `cached`: the values as the cache rounds them.
         """
-        if not self.evicts or not self.policy.keeps_norms:
+        if not self.policy.keeps_norms:
             return {}
         return {"norm": self._project_norms(self.slots.kv.codecs[1].cached(v_BHQD), None)}
 
