@@ -149,10 +149,7 @@ def _end_step(
 
 
 def choose_backend(call: Call, q_BHGD: Tensor) -> str:
-    """Return the name of the backend that is to run a layer's decode step, and note it with the reason in `backend_choice`.
-
-    `run_step` calls it in each layer without a stack, `_find_stack` and `_bind_alone` before a step.
-    """
+    """Return the name of the backend that is to run a layer's decode step, and note it with the reason in `backend_choice`."""
     choice, why = call.cache.backend_choice, call.no_kernels  # the reason why no kernel can serve the policy
     if why is None and call.cache.counters.steps_behind_B is not None and call.observes:  # rows differ in steps taken
         why = "rows have temperatures of their own"

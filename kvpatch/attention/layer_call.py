@@ -349,10 +349,7 @@ class Call(LayerRead):
         return self.now.once(name, self.device, make)
 
     def note_evictions(self, newest_B11: Tensor) -> None:
-        """Note in `cache.lifetimes` from which position on evicted tokens are unseen, if the patch keeps a record for replays.
-
-        `finish_group` and `_end_step` call it after the layer has evicted.
-        """
+        """Note in `cache.lifetimes` from which position on evicted tokens are unseen, if there is a record for replays."""
         lifetimes = self.cache.lifetimes
         if lifetimes is not None:
             lifetimes.note_evictions(self.layer, self.positions_BHT, newest_B11 + 1)
@@ -592,10 +589,7 @@ class Call(LayerRead):
         shared.scatter_(-1, index, total)
 
     def _find_shared_score(self, like: Tensor) -> Tensor:
-        """Return `shared_score`, a sum per original position that all layers share. Sets it: zeros at first, on this device.
-
-        `_add_shared` and `eviction_context` call it.
-        """
+        """Return `shared_score`, a sum per original position that all layers share. Sets it: zeros at first, on this device."""
         cache = self.cache
         if cache.shared_score is None:
             size = (*like.shape[:2], self.slots.columns_read + 1)

@@ -85,10 +85,7 @@ def _check_index(name: str, value: object, dtypes: Sequence[torch.dtype]) -> Ten
 
 
 def _check_range(name: str, index: Tensor, low: int, B: int) -> None:
-    """Raise KVPatchError if a row number that a user selects is below `low`, or not below B; numbers on a GPU are not read.
-
-    `check_rows` and `check_beams` call it before rows change.
-    """
+    """Raise KVPatchError if a row number that a user selects is below `low`, or not below B; numbers on a GPU are not read."""
     if not at_hand(index):
         return  # indexing the tensors with it checks this on the GPU, without a wait
     wrong = index[(index < low) | (index >= B)]

@@ -62,10 +62,7 @@ def _take_layers(cache: TextState) -> Iterator[None]:
 
 
 def _join_caches(caches: Sequence[Text], consume: bool) -> Text:
-    """Return a new cache with the rows of all `caches`. consume: empty each given layer once it was joined.
-
-    `join_texts` calls it when `check_compatible` has accepted the caches.
-    """
+    """Return a new cache with the rows of all `caches`. consume: empty each given layer once it was joined."""
     first, seen = caches[0], [cache.lengths_B for cache in caches]
     new = _make_blank(first)
     new.rows.concatenated = True  # rows are at different positions of their texts

@@ -61,10 +61,7 @@ class StepCounters:
         return self.tensors_or_none
 
     def keep_rows(self, columns: int) -> None:
-        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left.
-
-        `EvictingCache._map_rows` calls it for a cache of concatenated texts, whose rows differ.
-        """
+        """Set the counters to those of the remaining rows, after other rows were dropped. columns: of the longest row left."""
         if self.steps_behind_B is None:
             self.steps = min(self.steps, columns)  # a row has taken no more steps than it has columns
         else:

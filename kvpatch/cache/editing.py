@@ -106,10 +106,7 @@ def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: st
 
 
 def read_span(span: object, empty: bool = False) -> Span:
-    """Return the span of forget() or replace() as (start, stop), or raise KVPatchError. empty: it may have no tokens.
-
-    `mark_gone` and `check_replaced` call it.
-    """
+    """Return the span of forget() or replace() as (start, stop), or raise KVPatchError. empty: it may have no tokens."""
     wanted = "give (start, stop), positions of the text with stop left out, such as (12, 80)."
     given = as_python(span)
     ends = [checks.read_whole(end) for end in given] if isinstance(given, Sequence) and not isinstance(given, str) else []
@@ -244,10 +241,7 @@ def can_crop(cache: TextState, count: int) -> bool:
 
 
 def trim_slots(cache: TextState) -> None:
-    """Free the slots that dropped rows or cropped tokens have left empty; with room=, count them as free for coming tokens.
-
-    `_map_rows` and `crop` call it at their end.
-    """
+    """Free the slots that dropped rows or cropped tokens have left empty; with room=, count them as free for coming tokens."""
     for layer in cache.layers:
         if cache.plans.static_room is None:
             layer.give_back_slots()

@@ -52,10 +52,7 @@ class MappedRows:
         self.rows_NE = torch.empty(0, width, dtype=dtype, device="cpu")
 
     def resize(self, count: int) -> None:
-        """Enlarge the file to `count` rows, and map it anew. Raises KVPatchError if the folder has no room.
-
-        `HostLayer.append` calls it when the layer's store is full.
-        """
+        """Enlarge the file to `count` rows, and map it anew. Raises KVPatchError if the folder has no room."""
         width, dtype = self.rows_NE.shape[1], self.rows_NE.dtype
         size = count * width * dtype.itemsize
         try:

@@ -209,10 +209,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(0)
 
     def append(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
-        """Write a pass's keys, values, positions and what the policy stores (`entry`) after used columns; buffers may grow.
-
-        `_write_columns` calls it as a layer reads a prompt, `write` in a decode step, `_fill_layers` for a user's cache.
-        """
+        """Write a pass's keys, values, positions and what the policy stores (`entry`) after used columns; buffers may grow."""
         if not self.is_initialized:
             self.lazy_initialization(k_BHQD, v_BHQD)
         start = self.columns_used
@@ -274,10 +271,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._zero_statistics(start)
 
     def write_position(self, positions_B1: Tensor) -> None:
-        """Write a decoded token's position, and zeros for the policy's sums, into each head's free slot or the next column.
-
-        `write` calls it, or `LayerStack` once for all layers, whose tensors it has joined.
-        """
+        """Write a decoded token's position, and zeros for the policy's sums, into each head's free slot or the next column."""
         if not self.mode.fills_free_slots:
             self.positions[:, :, self.columns_used] = positions_B1
             for name in self.statistics:
@@ -293,10 +287,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
-        """Write what the policy stores with a decoded token (`entry`, tensors by name) into the slots that it goes to.
-
-        `write` calls it, `_run_kernels` before a kernel, and `LayerStack` for all layers.
-        """
+        """Write what the policy stores with a decoded token (`entry`, tensors by name) into the slots that it goes to."""
         for name, tensor in entry.items():
             if not self.mode.fills_free_slots:
                 self.state[name][:, :, self.columns_used : self.columns_used + 1] = tensor
@@ -615,10 +606,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.start_moving(counts, goals)
 
     def _move_slots(self, capacities: list[int]) -> None:
-        """Move a layer with free slots to buffers of these capacities, as room is made or given back; slot indices stay.
-
-        `make_room` and `give_back_slots` call it.
-        """
+        """Move a layer with free slots to buffers of these capacities, as room is made or given back; slot indices stay."""
         self.resize_slots(capacities, self.list_slot_goals())
         self.columns_used = self.positions.shape[2]
         self.first_croppable = min(self.first_croppable, self.columns_used)
@@ -655,10 +643,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
 
     def _round_graph(self) -> None:
-        """Round `graph` (keys and values with autograd history) for the next block's attention; gradients pass unchanged.
-
-        `allocate`, `round` and `replace_values` call it once the layer's entries are rounded.
-        """
+        """Round `graph` (keys and values with autograd history) for the next block's attention; gradients pass unchanged."""
         if self.graph is not None and not all(codec.exact for codec in self.kv.codecs):
             keys, values = self.kv.numbers(self.columns_used)  # the stored keys and values, as they are after rounding
             with torch.enable_grad():
@@ -672,10 +657,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.free_BH = slot_BH
 
     def follow_kernels(self) -> None:
-        """End a decode step whose kernel has written the next free slots in place: drop cached indices, count the new token.
-
-        `_end_step` of attention/decode.py calls it.
-        """
+        """End a decode step whose kernel has written the next free slots in place: drop cached indices, count the new token."""
         if not self.traced:
             self.refresh_free_slots()
             self.mode.count(1)

@@ -182,10 +182,7 @@ class Record:
 
 
 def check_same_model(recorded: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
-    """Raise KVPatchError if a record to be replayed or joined is of another model than wanted. what: the wanted one's name.
-
-    `Record.join` calls it, and `follow` before a replay.
-    """
+    """Raise KVPatchError if a record to be replayed or joined is of another model than wanted. what: the wanted one's name."""
     for name in dict.fromkeys((*recorded, *wanted)):
         if recorded.get(name) != wanted.get(name):
             raise KVPatchError(

@@ -63,10 +63,7 @@ class ReadingSlots(DenseSlots):
         return self._round_entries(index_BHK).move_to_front(every, kept_BHK, layout)
 
     def _round_entries(self, index_BHK: Tensor) -> DenseSlots:
-        """Return slots with the columns at `index_BHK`, rounded, as a prompt ends; those in `packed` were rounded before.
-
-        `move_to_front` calls it with the kept columns, `close_columns` with all.
-        """
+        """Return slots with the columns at `index_BHK`, rounded, as a prompt ends; those in `packed` were rounded before."""
         entries = []
         assert self.centre is not None, "the layer calls fix_centre() before it closes or moves columns"
         # keys, then values, which latent attention does not store

@@ -333,10 +333,7 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
 
 
 def refuse_mask(mask: Tensor) -> None:
-    """Raise KVPatchError if a prompt's padding mask holds other numbers than ones and zeros.
-
-    `_read_prompt` calls it for a mask that looks wrong, `check_padding_mask` and compress() for theirs.
-    """
+    """Raise KVPatchError if a prompt's padding mask holds other numbers than ones and zeros."""
     wrong = mask[(mask != 0) & (mask != 1)]
     if wrong.numel():
         raise KVPatchError(

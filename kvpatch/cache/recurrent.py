@@ -35,10 +35,7 @@ class Stack:
     readers: tuple[tuple[int, int], ...] = ()
 
     def first(self, count: int) -> Stack:
-        """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers.
-
-        `CacheSettings.first_layers` calls it as such a decoder gets a cache.
-        """
+        """Return the Stack (table of the layers with keys or states) of a decoder that drafts with its first `count` layers."""
         attention = tuple(number for number in self.attention if number < count)
         # pairs: of a layer's number, and its count of states or the number of the layer whose keys it uses
         states, readers = (tuple(pair for pair in pairs if pair[0] < count) for pairs in (self.states, self.readers))
@@ -89,20 +86,14 @@ class RecurrentStates(Cache):
         self.map_rows(lambda state: state.detach() if state.requires_grad else state)
 
     def copy_sharing(self) -> RecurrentStates:
-        """Return a copy that shares all tensors; `map_rows` then gives the copy tensors of its own.
-
-        `EvictingCache._copy_sharing` calls it for `select_rows`.
-        """
+        """Return a copy that shares all tensors; `map_rows` then gives the copy tensors of its own."""
         new = copy.copy(self)
         new.layers = [None if layer is None else _copy_sharing(layer) for layer in self.layers]
         return new
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Run a block that reads a chunk of the prompt a second time, and put all states back as they were.
-
-        `read_again` of hooks/second_reading.py calls it for each chunk.
-        """
+        """Run a block that reads a chunk of the prompt a second time, and put all states back as they were."""
         with torch.inference_mode(False):
             before = {name: state.clone() for name, state in self.tensors().items()}
         try:

@@ -56,10 +56,7 @@ def check_replaced(
 
 
 def _check_room(cache: TextState, count: int, room: int) -> None:
-    """Raise KVPatchError if replace()'s `count` tokens need more positions than the span's `room`, and none can be opened.
-
-    `check_replaced` calls it.
-    """
+    """Raise KVPatchError if replace()'s `count` tokens need more positions than the span's `room`, and none can be opened."""
     if count <= room:
         return
     if not cache.settings.renumbered:
@@ -130,10 +127,7 @@ def _check_reread(reread: object) -> None:
 
 
 def open_positions(cache: TextState, at: int, count: int) -> None:
-    """Make room for an edit of a renumbered text: add `count` to positions from `at` on, in all rows; open id columns.
-
-    `replace_span` calls it if new tokens are more than the span has positions.
-    """
+    """Make room for an edit of a renumbered text: add `count` to positions from `at` on, in all rows; open id columns."""
     with cache.changing("replace()"):
         cache.unstack_layers()  # layers get buffers of their own again
         seen = cache.columns_read

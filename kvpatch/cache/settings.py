@@ -100,10 +100,7 @@ class CacheSettings:
         )
 
     def first_layers(self, count: int | None) -> CacheSettings:
-        """Return the settings of a decoder that drafts with its first `count` layers (early exit). count: None for all.
-
-        `PatchState.new_cache` calls it as such a decoder gets a cache.
-        """
+        """Return the settings of a decoder that drafts with its first `count` layers (early exit). count: None for all."""
         # own: how many of the first `count` layers are on the budget
         if count is None or (own := self.within(count)) == self.n_layers:
             return self
@@ -168,10 +165,7 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
-        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part.
-
-        `rules` calls it for each layer, once per patch.
-        """
+        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part."""
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule

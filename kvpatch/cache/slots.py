@@ -181,10 +181,7 @@ class Slots(ABC):
         """Move the first `used` columns into slots of these capacities; slot indices stay."""
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: rows selected, reordered or repeated.
-
-        `SlotLayer.map_rows` calls it.
-        """
+        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: rows selected, reordered or repeated."""
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
@@ -347,20 +344,14 @@ def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | Non
 
 
 def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
-    """Return the slots of a loaded cache. described: None, or if heads differ each head's slots, and how many are filled.
-
-    `_restore_layer` calls it for each layer of a saved cache.
-    """
+    """Return the slots of a loaded cache. described: None, or if heads differ each head's slots, and how many are filled."""
     if described is None:
         return DenseSlots(keys, values, codecs)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
 
 
 def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
-    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at slots `index_BHK`, such as those of kept tokens.
-
-    `pack` and `_round_entries` call it; the result is a copy.
-    """
+    """[B,H,T,...] -> [B,H,K,...]: gather each head's entries at slots `index_BHK`, such as those of kept tokens."""
     if tensor.ndim == 3:
         return tensor.gather(2, index_BHK)
     b, h = (torch.arange(n, device=tensor.device) for n in index_BHK.shape[:2])
@@ -376,10 +367,7 @@ def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int)
 
 
 def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers, padded with `empty` or cut.
-
-    `resize_slots`, `pack` and `_take_joined` call it as layers are resized or joined.
-    """
+    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers, padded with `empty` or cut."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]

@@ -115,10 +115,7 @@ class TokenIds(Batched):
 
     @staticmethod
     def join_parts(parts: Sequence[tuple[TokenIds, Tensor]], columns: int) -> TokenIds:
-        """Join the ids of concatenated caches, each with its rows' lengths [B]; every row ends in the last of `columns`.
-
-        `_join_caches` calls it.
-        """
+        """Join the ids of concatenated caches, each with its rows' lengths [B]; every row ends in the last of `columns`."""
         rows = [_align_right(ids, lengths_B, columns) for ids, lengths_B in parts]
         new = TokenIds.of(torch.cat([tensor.to(rows[0].device) for tensor in rows]))
         part_offsets = [ids.offsets_B1 for ids, _ in parts]  # of positions after images, from the count of tokens
