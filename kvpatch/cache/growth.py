@@ -30,15 +30,6 @@ def slack(tokens: int) -> int:
     return max(LEAST, tokens // PART)
 
 
-def is_wasteful(needs: list[int], least: int = 0) -> bool:
-    """Tell `plan` if dense slots (as many for every head) would waste too much where heads need `needs` slots.
-
-    It then plans ragged ones: each head has its own number. Wasting at most `least` slots per head is never too much.
-    """
-    waste = max(needs) * len(needs) - sum(needs)
-    return waste * SPARE > sum(needs) and waste > least * len(needs)
-
-
 def capacities(counts: list[int], goals: list[int] | None, more: int) -> list[int]:
     """Return how many slots to make per head for `counts` tokens and `more` to come, as `plan` or `HeadOffsets` makes buffers.
 
@@ -58,8 +49,9 @@ def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] 
     """
     # an evicting head needs a slot for the next token; while heads fill up, LEAST slots of waste per head are no reason
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
-    ragged = is_wasteful(counts if goals is None else [count + 1 for count in counts], LEAST if fills else 0)
-    if not ragged:
+    needs = counts if goals is None else [count + 1 for count in counts]
+    waste = max(needs) * len(needs) - sum(needs)  # of dense slots: as many for every head
+    if waste * SPARE <= sum(needs) or waste <= (LEAST if fills else 0) * len(needs):
         return Layout(capacities(counts, goals, more(max(counts))))
     spare = more(sum(counts) // len(counts))
     half = max(spare // 2, LEAST)  # start with half of the slack
