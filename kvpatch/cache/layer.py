@@ -247,7 +247,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         stacked layers write them for all layers at once.
         """
         if self.mode.fills_free_slots:
-            self.write_kv(k_BH1D, v_BH1D)
+            self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
             self.write_entry(entry)
             if positions_B1 is not None:
                 self.write_position(positions_B1)
@@ -281,10 +281,6 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.positions.view(-1).index_copy_(0, slot, positions_B1.expand(B, H).reshape(-1))
         for name in self.statistics:
             self.state[name].view(-1).index_fill_(0, slot, 0)
-
-    def write_kv(self, k_BH1D: Tensor, v_BH1D: Tensor) -> None:
-        """Write the new token's key and value into each head's free slot."""
-        self.kv.write_at(self.free_rows(), *self.kv.encode_pair(k_BH1D, v_BH1D))
 
     def write_entry(self, entry: dict[str, Tensor]) -> None:
         """Write what the policy stores with a decoded token (`entry`, tensors by name) into the slots that it goes to."""

@@ -45,7 +45,7 @@ PASS = [
     (Call, "eviction_context"), (Policy, "eviction_keys"),
     (Scope, "mask"), (TwoStage, "eviction_keys"), (prefill, "end_prompt"), (prefill, "set_limits"),
     (compress, "_compress_layer"), (compress, "select_top"),
-    (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_kv"), (SlotLayer, "write_entry"),
+    (SlotLayer, "adopt"), (SlotLayer, "append"), (SlotLayer, "write"), (SlotLayer, "write_entry"),
     (SlotLayer, "allocate"), (SlotLayer, "resize_slots"), (DenseSlots, "move_to_front"), (SlotLayer, "begin_prompt"),
     (SlotLayer, "make_room"), (SlotLayer, "free"), (SlotLayer, "log_undo"), (layer, "record_step"),
     (head_offsets.HeadOffsets, "pack_entries"), (passes, "begin"),
