@@ -368,12 +368,12 @@ def _compress_layer(
     if moves:
         slots.start_moving(counts, goals)
     elif evicts:
-        _start_evicting(call, counts, goals, max(room) + every - 1)
+        _start_evicting(call, kept, counts, goals, max(room) + every - 1)
     else:
         _start_keeping(call, kept, counts)
 
 
-def _start_evicting(call: Call, counts: list[int], goals: list[int] | None, filling: int) -> None:
+def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: list[int] | None, filling: int) -> None:
     """Set, after a prompt, the mode of a layer that evicts while decoding: tokens take free slots, or those of evicted ones.
 
     `_compress_layer` calls it. Heads of equal size below their budget are first appended to (`start_filling`). counts: tokens
@@ -384,7 +384,10 @@ def _start_evicting(call: Call, counts: list[int], goals: list[int] | None, fill
         slots.start_filling(filling)
         return
     slots.may_have_empty |= filling > 0
-    slots.start_evicting(filling, counts, goals)
+    next_BH = None
+    if kept is None:  # all heads have as many tokens, in their first slots
+        next_BH = slots.positions.new_full(slots.positions.shape[:2], max(counts))
+    slots.start_evicting(filling, counts, goals, next_BH)
 
 
 def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:

@@ -429,14 +429,16 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure_room`."""
         self._open_slots(Growing(next_BH), counts, None)
 
-    def start_evicting(self, steps: int, counts: list[int], goals: list[int] | None) -> None:
+    def start_evicting(self, steps: int, counts: list[int], goals: list[int] | None, next_BH: Tensor | None = None) -> None:
         """Set `mode` to Evicting where a prompt ends: tokens go into empty slots, and heads evict once at their budget.
 
         `_start_evicting` of attention/compress.py and `_set_mode` call it. steps: decode steps until all heads are at their
-        budget. counts: tokens of each head. goals: slots of each head at its budget.
+        budget. counts: tokens of each head. goals: slots of each head at its budget. next_BH: the first empty slot of each
+        head, if it is known, which saves launches.
         """
         # which also measures the room for coming tokens
-        self._open_slots(Evicting(self.empty_slots(), steps_until_full=steps), counts, goals)
+        next_BH = self.empty_slots() if next_BH is None else next_BH
+        self._open_slots(Evicting(next_BH, steps_until_full=steps), counts, goals)
 
     def start_moving(self, counts: list[int], goals: list[int] | None) -> None:
         """Set `mode` to Moving, for a budget that changes with the text: tokens go into empty slots, heads evict down to it.
