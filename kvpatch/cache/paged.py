@@ -162,6 +162,9 @@ class PagedSlots(DenseSlots):
     def find_begins(self) -> Tensor:
         return self.strips_BHN[:, :, 0].flatten() * self.pool.shape[2]
 
+    def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
+        return self.rows_of(slot_BH[..., None])
+
     def rows_of(self, column_BHM: Tensor) -> Tensor:
         P = self.pool.shape[2]
         return (self.strips_BHN.gather(2, column_BHM // P) * P + column_BHM % P).flatten()

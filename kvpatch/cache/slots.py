@@ -124,9 +124,9 @@ class Slots(ABC):
     def find_begins(self) -> Tensor:
         """Return the entry at which each head's slots begin [B*H]."""
 
+    @abstractmethod
     def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
         """Return the entry of one slot of each head [B*H]; flat_N: its index in the flattened positions."""
-        return self.rows_of(slot_BH[..., None])
 
     def rows_of(self, column_BHM: Tensor) -> Tensor:
         """Return the entries [B*H*M] of columns of each head."""
@@ -281,6 +281,9 @@ class RaggedSlots(Slots):
 
     def find_begins(self) -> Tensor:
         return self.offsets.begin_N
+
+    def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
+        return self.offsets.begin_N + slot_BH.reshape(-1)
 
     def view(self, used: int) -> tuple[Tensor, Tensor]:
         return self.keys, self.values
