@@ -26,10 +26,9 @@ from ..cache.lossless import LosslessCache
 from ..cache.prefix import Prefix
 from ..errors import KVPatchError
 from ..policies.served import refuse
-from . import inputs, lossless, offsets, ownership, texts
+from . import inputs, leftovers, lossless, offsets, ownership, texts
 from .accelerate import OwnMethod
 from .generate_steps import GenerateSteps
-from .leftovers import remove_hooks_if_refused, restore_depth
 from .state import PatchState
 from .versions import check_prompt_tuning
 
@@ -44,8 +43,11 @@ def wrap_generate(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
         """Run the model's own generate() with an EvictingCache, for the user; after an error remove hooks that PEFT leaves."""
         if "_kvpatch" not in vars(self):  # a shallow copy of the model has kept this method after the block
             return own(self)(*args, **kwargs)
-        with remove_hooks_if_refused(self):
+        try:
             return _run_with_cache(self, own(self), steps, args, kwargs)
+        except KVPatchError:
+            leftovers.remove_adapter_hooks(self)
+            raise
 
     return functools.wraps(GenerationMixin.generate)(generate)
 
@@ -102,7 +104,7 @@ def _run_with_cache(
         # captured steps know neither drafts, nor static shapes, nor positions of the caller's
         captured = not (assists or cache.is_compileable or kwargs.get("position_ids") is not None)
         graphs = steps.with_graphs(self, cache) if captured else nullcontext()
-        with graphs, restore_depth(self, find_option("assistant_early_exit", kwargs, *configs)):
+        with graphs, leftovers.restore_depth(self, find_option("assistant_early_exit", kwargs, *configs)):
             return run(*args, **kwargs)
     except BaseException:
         if compiles and cache.n_changes > changes:  # the progress of an interrupted compiled step is unknown

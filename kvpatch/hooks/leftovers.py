@@ -24,31 +24,27 @@ def restore_depth(model: Any, early_exit: int | None) -> Iterator[None]:
     transformers sets num_hidden_layers in the configuration while it drafts, and leaves it so after an error: later calls would
     run the first layers alone. early_exit: None for a call without such drafts.
     """
+    if early_exit is None:
+        yield
+        return
     config = getattr(model, model.base_model_prefix, model).config
-    layers = None if early_exit is None else config.num_hidden_layers
+    layers = config.num_hidden_layers
     try:
         yield
     finally:
-        if layers is not None:
-            config.num_hidden_layers = layers
+        config.num_hidden_layers = layers
 
 
-@contextmanager
-def remove_hooks_if_refused(*models: nn.Module) -> Iterator[None]:
-    """Remove the hooks of PEFT's adapters after a KVPatchError: PEFT leaves them, and later calls would use their values.
+def remove_adapter_hooks(*models: nn.Module) -> None:
+    """Remove the hooks of PEFT's adapters, which PEFT leaves on a model after an error: later calls would use their values.
 
-    The wrapper that `wrap_generate` makes enters it, and `clean_up` for each pass. No forward of the models is running when the
-    error leaves it.
+    The wrapper that `wrap_generate` makes calls it after a KVPatchError, and `clean_up`; no forward of the models runs then.
     """
-    try:
-        yield
-    except KVPatchError:
-        for module in (module for model in models for module in model.modules()):
-            for key, hook in list(module._forward_pre_hooks.items()):
-                if isinstance(hook, functools.partial) and any(name in hook.keywords for name in OF_HOOKS):
-                    module._forward_pre_hooks_with_kwargs.pop(key, None)
-                    del module._forward_pre_hooks[key]
-        raise
+    for module in (module for model in models for module in model.modules()):
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if isinstance(hook, functools.partial) and any(name in hook.keywords for name in OF_HOOKS):
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                del module._forward_pre_hooks[key]
 
 
 def clean_up(begin: Begin) -> Begin:
@@ -57,7 +53,10 @@ def clean_up(begin: Begin) -> Begin:
     @functools.wraps(begin)
     def begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
         """Begin a pass as `begin` does."""
-        with remove_hooks_if_refused(decoder, *state.generators):
+        try:
             return begin(decoder, call, state)
+        except KVPatchError:
+            remove_adapter_hooks(decoder, *state.generators)
+            raise
 
     return begin_pass
