@@ -144,7 +144,7 @@ class Policy:
     def entry_by_position(self) -> bool:
         """Tell whether the numbers stored with a token (`entry`) follow from its position: then `entry_ahead` makes them."""
         storing = self._storing
-        return bool(storing) and all(part.entry_by_position for part in storing)
+        return bool(storing) and all(isinstance(part, Need) and part.entry_by_position for part in storing)
 
     @property
     def projects(self) -> bool:

@@ -53,7 +53,6 @@ class Score:
 
     Attributes:
         schedules: schedules under which the score is defined.
-        entry_by_position: whether `entry` depends on positions alone, so that it can be computed ahead of the tokens.
         signed: whether values may be negative; False saves an operation per step.
         is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply them
             and Mass add them up.
@@ -67,7 +66,6 @@ class Score:
     """
 
     schedules: ClassVar[tuple[str, ...]] = ("prompt", "decode", "both")
-    entry_by_position: ClassVar[bool] = False
     signed: ClassVar[bool] = True
     is_weight: ClassVar[bool] = False
     evicts: ClassVar[bool] = True
