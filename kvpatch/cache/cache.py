@@ -46,7 +46,7 @@ class EvictingCache(TextState):
 
     @property
     def is_compileable(self) -> bool:
-        """True if generate() may compile the decode step by itself."""
+        """True if generate() may compile the decode step: buffers keep their size, and each of the decoder's layers is here."""
         return self.plans.static_room is not None and self.settings.layer_numbers is None
 
     @property
@@ -248,7 +248,8 @@ class EvictingCache(TextState):
     def _may_shrink(self, before_B: Tensor | None) -> bool:
         """Tell `_map_rows` if fewer slots may be enough: some head may have empty ones, and rows can differ.
 
-        before_B: lengths before. If they stay, beams may only have been reordered, unless rows may hold unequally many tokens.
+        before_B: tokens of each row before the change. If rows of the same lengths remain, they may only have been reordered,
+        which leaves no slot empty, unless rows of one length can hold different numbers of tokens (`may_differ`).
         """
         if before_B is None or self.seen_B is None or not any(layer.may_have_empty for layer in self.layers):
             return False

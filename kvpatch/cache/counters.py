@@ -11,7 +11,7 @@ from .token_ids import TAPE, UNKNOWN
 
 
 class DeviceCounters:
-    """Counters as 0-d tensors for steps under torch.compile, which advance them; any other pass sets them at its end.
+    """Counters for decode steps under torch.compile, as 0-d tensors: such steps advance them, other passes set them at the end.
 
     columns: columns read, int64; limit: columns up to which there is room, int64. steps: decode steps since the prompt,
     float32; temperature_steps: over which a score's temperature changes, float32. tape_BN: ids of the newest traced steps,

@@ -20,8 +20,8 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
     """Copy the keys and values of `past`, a user's cache of an unpatched model, into an empty `cache`, to go on from it.
 
     new_cache(past=), compress() and generate() call this. Nothing is evicted until more of the prompt has been read, or
-    compress() ends it. mask_BT: padding mask. ids_known: the tokens of `past` are known,
-    to policies that read a prompt a second time.
+    compress() ends it. mask_BT: padding mask. ids_known: the caller knows the token ids of `past`, which a policy needs that
+    reads a prompt a second time.
 
     Raises:
         KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.

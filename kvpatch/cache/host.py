@@ -34,10 +34,10 @@ class PinnedRows:
         self.rows_NE[: len(old_NE)] = old_NE
 
     def release(self) -> None:
-        """Keep all: this memory is the rows' only place."""
+        """Do nothing: the rows exist only in this memory, while MappedRows has a file from which they can be read again."""
 
     def wait(self) -> None:
-        """Wait for the copies from a device."""
+        """Wait for the copies from and to a device that still run."""
         if self.pinned:
             torch.cuda.synchronize()
 
@@ -192,7 +192,7 @@ class HostLayer(CacheLayerMixin):
         new = HostLayer(self.folder)
         if self.is_initialized:
             self.store.wait()
-            new.begin(self.sizes, self.dtype, self.device)  # not of the host's tensors: these are no device's
+            new.begin(self.sizes, self.dtype, self.device)  # device: of the layer's attention; the rows are on the host
             new.append(*self.view(self.used_TE))
         return new
 

@@ -23,7 +23,7 @@ from .pickling import Unpicklable
 
 @dataclass
 class Verified:
-    """Outcome of drafting. passes: over the full cache, after the prompt; moved_nbytes: that they read of it."""
+    """Counts for reports: tokens drafted and accepted, passes over the full cache after the prompt, bytes they read of it."""
 
     passes: int = 0
     drafted: int = 0
@@ -32,12 +32,12 @@ class Verified:
 
     @property
     def per_pass(self) -> float:
-        """Tokens of a pass: the accepted ones, and its own."""
+        """Mean number of tokens that a pass yields: the accepted drafts, and one of its own."""
         return self.accepted / self.passes + 1 if self.passes else 0.0
 
     @property
     def nbytes_per_token(self) -> float:
-        """Bytes of the full cache that were read for a token."""
+        """Mean number of bytes of the full cache that were read for each token that passes yielded."""
         return self.moved_nbytes / (self.accepted + self.passes) if self.passes else 0.0
 
 
@@ -57,7 +57,7 @@ class LosslessCache(Unpicklable, Cache):
     layers: list[HostLayer]  # type: ignore[assignment]
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
-        """Make the cache of a new text. drafts: an empty cache on the budget. folder: of the files with all keys and values."""
+        """Make the cache of a new text. drafts: a budgeted cache. layers: their number. folder: for files of all entries."""
         super().__init__(layers=[HostLayer(folder) for _ in range(layers)])
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()  # verified: counts of accepted drafts
         self.ids: list[int] = []  # of the tokens read
@@ -65,7 +65,7 @@ class LosslessCache(Unpicklable, Cache):
         self.edited = 0  # tokens read when some were last forgotten
         self.resent_tokens = 0  # of those read, which generate()'s first pass brings once more
         self.pending_ids: list[int] = []  # ids of the pass in progress
-        self.budget_tokens = 0  # that the budget of `drafts` is counted of
+        self.budget_tokens = 0  # length of text by which the budget of `drafts` was computed
         self._positions_1T: Tensor | None = None  # on the device of the pass
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}  # rows on the device, end of their copy
         self._stream: torch.cuda.Stream | None = None

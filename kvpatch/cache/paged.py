@@ -36,7 +36,7 @@ class Strips(NamedTuple):
 
     @property
     def run(self) -> int:
-        """The strips of each head that follow each other in memory, in every row at least so many."""
+        """The number of strips that follow each other in memory in each head, of the row in which these are the fewest."""
         return min(n if first else 1 for n, first in self.place_B2.tolist())
 
 
@@ -68,12 +68,12 @@ def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.devic
 
 
 class PagedSlots(DenseSlots):
-    """The first columns, `shape[2]`, of the strips of each row's heads.
+    """The first columns, `shape[2]`, of the strips of each row's heads. A strip is a page of one head.
 
     Kernels read and write them where they are, and so does torch if the strips of all rows follow each other. Else
     they are copied for torch at every step.
 
-    pool: [2,S,P,D].
+    pool: [2,S,P,D], the engine's memory: keys and then values, in S strips of P slots.
     """
 
     appends = in_place = False

@@ -132,6 +132,7 @@ class CacheSettings:
 
     @cached_property
     def _in_dtypes(self) -> dict[torch.dtype, CacheSettings]:
+        """The settings that `in_dtype` has made so far, by dtype; empty at first."""
         return {}
 
     def within(self, count: int) -> int:
@@ -264,4 +265,5 @@ def _simplify_option(value: object) -> object:
 
 
 def _flatten_names(described: dict[str, Any]) -> dict[str, Any]:
+    """Return described settings with the policy's parts as entries of their own, by the name that an error gives them."""
     return {**{f"the policy's {name}": value for name, value in described.pop("policy").items()}, **described}

@@ -173,6 +173,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self.messages: Messages | None = None  # of a chat's prompt
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: globals go at exit
+        """Tell the record of the passes over this cache that it is freed, except as Python exits."""
         record = vars(self).get("pass_record")  # missing if __init__ raised
         if record is not None and not finalizing():
             record.release(self)
@@ -199,7 +200,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         if not counters.has_uncounted_steps or self.in_progress.get("stale"):
             return
         self.in_progress["stale"] = ["step under torch.compile"]
-        count = int(counters.tensors.columns) - self.layers[0].columns_read  # compiled steps since
+        count = int(counters.tensors.columns) - self.layers[0].columns_read  # steps to be counted
         counters.steps += count
         if count > 0:
             self.note_ids(counters.tensors.read_tape(self.columns_read, count), count)
@@ -226,7 +227,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.layers[0].columns_read
 
     def count_in(self, dtype: torch.dtype) -> None:
-        """Count a budget in bytes for keys of this dtype, if no text has been read yet."""
+        """Turn a budget in bytes into tokens whose keys have this dtype, if no text has been read yet; changes `settings`."""
         if self.seen_B is None:
             self.settings = self.settings.in_dtype(dtype)
 
@@ -254,7 +255,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.now
 
     def count_temperature_steps(self) -> int:
-        """Return the decode steps over which a score's temperature changes."""
+        """Return the decode steps over which a score's temperature changes: those announced, else the policy's own number."""
         return self.plans.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
