@@ -19,6 +19,7 @@ class DeviceCounters:
     """
 
     def __init__(self, device: torch.device, B: int, room: int) -> None:
+        """Make the counters, all 0, on a device. B: batch rows. room: steps whose ids the tape must hold, if more than TAPE."""
         self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
         self.steps, self.temperature_steps = torch.zeros((), device=device), torch.zeros((), device=device)
         self.tape_BN = torch.full((B, max(TAPE, room)), UNKNOWN, device=device)

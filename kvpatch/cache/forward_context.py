@@ -125,7 +125,7 @@ class Forward:
         return self.repeat is not None or self.edit is not None
 
     def copy(self, values: list[int], device: torch.device) -> Tensor:
-        """Return numbers of the batch rows [B] on a layer's device, copied once for all layers."""
+        """Return numbers, of batch rows or heads, as a 1-D tensor on a layer's device; equal lists are copied once a pass."""
         return self.once(tuple(values), device, partial(on_device, values, device))
 
     def index_column(self, index: int, like_BHC: Tensor) -> Tensor:

@@ -197,16 +197,20 @@ class HostLayer(CacheLayerMixin):
         return new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the mask that transformers makes: over all tokens held and the new ones."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
+        """Return the number of tokens held."""
         return self.length
 
     def get_max_length(self) -> int:
+        """Return -1, which tells transformers that a text may have any length."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.15
 
     def reset(self) -> None:
+        """Empty the layer and drop its store; the next text's first tokens make another."""
         self.length, self.is_initialized = 0, False
         vars(self).pop("store", None)  # the next text may be of another dtype

@@ -73,7 +73,7 @@ class LosslessCache(Unpicklable, Cache):
     # ---- passes ----
 
     def begin(self, ids: list[int]) -> EvictingCache:
-        """Begin a pass, for `begin_pass`; return a new budgeted cache for it. Drops what an interrupted pass left."""
+        """Begin a pass over tokens `ids`, for `begin_pass`; return a new budgeted cache. Drop what an interrupted pass left."""
         self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
         for layer in self.layers:

@@ -32,6 +32,7 @@ class ModelStamp:
     sample: tuple[Tensor, ...]
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelStamp:
+        """Return the stamp itself: it is frozen, and copies of a cache were read by the same model."""
         return self
 
     def differs(self, now: ModelStamp) -> Difference | None:

@@ -139,7 +139,7 @@ class PagedSlots(DenseSlots):
 
     def outline_view(self, used: int) -> tuple[Tensor, Tensor]:
         B, H, _, D = self.shape
-        some = self.pool[0, :1, :1].expand(B, H, used, D)
+        some = self.pool[0, :1, :1].expand(B, H, used, D)  # one entry in every place, without a copy
         return some, some
 
     # ---- entries, by their row of the flattened pool ----

@@ -48,6 +48,7 @@ class RecurrentStates(Cache):
     layers: list[LinearAttentionLayer | None]  # type: ignore[assignment]
 
     def __init__(self, stack: Stack | None) -> None:
+        """Make empty states for the layers that `stack` lists, for a new text; None if the model is no hybrid."""
         self.layer_numbers, found = stack, dict(() if stack is None else stack.states)
         layers = {number: LinearAttentionLayer(number_of_states=count) for number, count in found.items()}
         super().__init__(layers=[layers.get(number) for number in range(max(found, default=-1) + 1)])  # type: ignore[misc]
@@ -137,7 +138,7 @@ class RecurrentStates(Cache):
     # ---- roll-back ----
 
     def activate_past_recording(self) -> None:
-        """Let convolutions record their past; a recurrence cannot, and is not asked to."""
+        """Let convolutions record their past, for crop(), unless the model also has recurrences, which cannot be taken back."""
         if self.layer_numbers is not None and self.layer_numbers.croppable:
             super().activate_past_recording()
 
@@ -163,6 +164,7 @@ class RecurrentStates(Cache):
 
 
 def _copy_sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
+    """Return a copy of one layer for `RecurrentStates.copy_sharing`: in dictionaries of its own, but with the same tensors."""
     new = copy.copy(layer)
     vars(new).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
     return new

@@ -68,6 +68,7 @@ class CacheSettings:
         object.__setattr__(self, "untraced", why_not("trace", self.list_features()))
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheSettings:
+        """Return the settings themselves: they are frozen, and copies of a cache share them."""
         return self
 
     def list_features(self, **facts: Any) -> FeatureSet:
@@ -254,7 +255,7 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
 
 
 def _simplify_option(value: object) -> object:
-    """Return a plain value for an option that JSON cannot hold: numbers for a tensor or array, else the repr.
+    """Return a plain value for an option that JSON cannot hold: a Calibration's checksum, numbers of a tensor, else the repr.
 
     json.dumps calls it in `_describe_policy`.
     """

@@ -79,7 +79,7 @@ class Slots(ABC):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """How many numbers a key has, and a value; a rounded one, too, is counted in numbers, not in bytes."""
+        """Numbers in a key and in a value, [D] of each; a rounded one, too, is counted in numbers, not in bytes."""
         return self.codecs[0].size(self.keys), self.codecs[1].size(self.values)
 
     def numbers(self, used: int) -> tuple[Tensor, Tensor]:

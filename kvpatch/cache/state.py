@@ -72,7 +72,7 @@ class Meter:
 
     def count(self, before: int, during: int, after: int) -> None:
         """For `read_prompt`, `_count_move`: update `now` and `peak` by bytes before, while and after a layer reads or moves."""
-        others = self.now - before
+        others = self.now - before  # bytes of the other layers
         self.peak = max(self.peak, others + during + (after if after != during else 0))  # new buffers beside the old ones
         self.now = others + after
 
@@ -115,7 +115,7 @@ class RowAlignment:
     """Alignment of the batch rows.
 
     concatenated: rows are at different positions of their texts (`concatenate`). padded: some prompt had padding.
-    by_columns: its positions counted the padding. gaps_B: columns of padding after tokens that positions count, per row; None
+    by_columns: positions counted that padding. gaps_B: columns of padding after tokens that positions count, per row; None
     if there are none. columns_at_edit: columns read when tokens were last forgotten, 0 if none were.
     """
 
@@ -259,7 +259,10 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.plans.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return, for `_add_statistics` and kernels, the softmax temperature `ahead` steps into a pass: [B] if rows differ."""
+        """Return the temperature of a score's softmax (Keyformer's), `ahead` decode steps into the pass; [B] if rows differ.
+
+        `_add_statistics` and `_run_kernels` ask in each decode step, stacked layers once for all.
+        """
         policy, counters, now = self.settings.policy, self.counters, self.current_pass
         behind_B, span_B = counters.steps_behind_B, None if self.plans.new_tokens else counters.temperature_steps_B
         if now.traced:
