@@ -36,8 +36,8 @@ def attend(
     The patched forward of each attention module calls it once per pass, except in layers that have a bound step (short decode
     step). q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The first columns may belong to a prompt:
     they attend together. Each later column is a decode step. Autocast is off here, so that scores, norms and statistics stay
-    float32; q, k and v arrive in autocast's dtype. reads: the attention module computes no keys, and attends to those of an
-    earlier layer, `layer` (reading.py).
+    float32; q, k and v arrive in autocast's dtype. bound_adapter: the attention module, with what is known of its architecture.
+    reads: the module computes no keys, and attends to those of an earlier layer, `layer` (reading.py).
     """
     run = reading.attend_to_shared_keys if reads else _attend_writing
     if is_autocasting(q.device.type):

@@ -174,10 +174,12 @@ def choose_step_backends(call: Call) -> None:
 
 
 def _name_task(call: Call) -> Task:
+    """Return the task of a layer's decode step, by which backends are chosen: "ragged" if its heads differ in their slots."""
     return "decode" if call.slots.kv.head_offsets is None else "ragged"
 
 
 def _describe_case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
+    """Return the task of a layer's decode step and its Case, the properties by which a backend is chosen for it."""
     task = _name_task(call)
     return task, call.case(task, q_BHGD, call.keys(call.slots.columns_used, contents=False), call.observes)
 
@@ -248,7 +250,8 @@ def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B1
 def _evicts_nothing(call: Call) -> bool:
     """Tell if it is certain that no head evicts at this step, for `_evict_over_budget`.
 
-    `mode.due`: some head may. With empty slots a traced step, and heads on other processes, leave it open.
+    `mode.due`: by the host's counters some head may. If slots may be empty, a traced step cannot rely on these, and other
+    processes may hold heads that evict: the eviction then runs in any case.
     """
     slots = call.slots
     return not (slots.mode.due or (slots.may_have_empty and (slots.traced or call.parallel)))

@@ -184,7 +184,7 @@ def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
 
 
 def _find_spans(call: Call, name: str, rows_BQ: Tensor) -> Tensor:
-    """Return the tensor by which a backend's kernels know a pass's query rows; the first layer makes it for all."""
+    """Return where each text's rows without padding lie, as a backend's kernels take it; the first layer makes it for all."""
     return call.once(f"spans of {rows_BQ.shape[1]} rows", functools.partial(backend(name).spans, rows_BQ))
 
 
@@ -273,9 +273,9 @@ def _score_by_window(
     """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
 
     `WindowAttention.read` calls it as `PromptRead.attention`, for the last W rows of a prompt. fold: a function of each block
-    of rows that takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined.
-    `limits.observed`: size of the window at the end of the prompt, whose tokens get no score by a fold. Changes nothing but
-    `cache.backend_choice`.
+    of rows that takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined. last: the
+    rows are the pass's last, in their order, which makes a mask cheaper. `limits.observed`: size of the window at the end of
+    the prompt, whose tokens get no score by a fold. Changes nothing but `cache.backend_choice`.
     """
     choice, arguments = call.cache.backend_choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:

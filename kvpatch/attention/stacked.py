@@ -81,7 +81,7 @@ class LayerStack:
     def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
         """Stack the layers of `cache`, as `_find_stack` asks in a decode step; None if they differ, or cannot act as one.
 
-        why_not: the policy's features that exclude a stack. If the mode `fills_free_slots`, all columns must be in use.
+        why_not: the reason, if the settings exclude a stack. If the mode `fills_free_slots`, all columns must be in use.
         """
         first = cache.layers[0]
         if why_not("stack", cache.settings.list_features()) is not None:
