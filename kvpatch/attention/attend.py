@@ -74,7 +74,7 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 
     `_attend_writing` calls it in each layer that writes keys. In a decode step the first layer also makes bound steps (objects
     that save Python time) for later layers (bound_step.py). A cache `for_one_pass` is then dropped, as the user asked for none.
-    `unfinished`: an earlier pass was interrupted. `stack`: layers that score and evict together.
+    `unfinished`: the pass goes on after its last layer, until a hook ends it. `stack`: layers that score and evict together.
     """
     call = _bind_call(cache, layer, q, k, bound_adapter)
     slots = call.slots

@@ -438,7 +438,8 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
 def _count_spare(call: Call, tokens: int) -> int:
     """Return how many free slots a head of so many tokens gets for coming ones, for `_keep_all` and `_compress_layer`.
 
-    `static_room` if torch.compile compiles the steps (it is for all of them); else a few, or `new_tokens` if these are fewer.
+    If torch.compile compiles the steps, `static_room`, which is enough for all of them; else `slack`, or only as many as the
+    tokens that generate() has announced (`new_tokens`).
     """
     room, coming = call.cache.plans.static_room, call.cache.plans.new_tokens
     if room is not None:

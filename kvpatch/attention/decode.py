@@ -27,7 +27,7 @@ def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int,
     To observe is to add the step's attention probabilities to the sums that scores read. Returns the output [B,H,G,D]. With a
     `stack` (layers joined for scoring and eviction), the first of its layers writes the new token's position for all layers,
     and the last one observes and evicts for all. Without a stack, this layer does so for itself. `entry`: numbers that the
-    policy stores with the token. `by_kernels`: these have observed, so that no probabilities are left, and may have evicted.
+    policy stores with the token. `by_kernels`: not None if kernels ran; they observe, too, and may evict.
     `shares_keys`: later layers attend to this layer's keys, too.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
@@ -100,8 +100,9 @@ def _run_torch(
 def _begin_step(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
     """Begin a decode step of a layer in no stack: make room for the token and count it; `run_step` then writes the token.
 
-    Returns the state (numbers that the policy stores) to be written with its key. `records_undo`: for rollback. traced:
-    torch.compile compiles the step, whose room and counts were seen to before. `shared_score`: a sum of all layers.
+    Returns the state (numbers that the policy stores) to be written with its key. `records_undo`: the step is logged, to be
+    rolled back. traced: torch.compile compiles the step: its room was checked, and `catch_up` will count its token.
+    `shared_score`: a sum of all layers.
     """
     slots = call.slots
     if not call.now.traced:

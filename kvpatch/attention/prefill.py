@@ -77,8 +77,8 @@ def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> 
 def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> None:
     """Write a prompt's columns into the layer before they attend, and set the layer's fields that describe its columns.
 
-    `read_prompt` calls it. `in_text_order`: and without gaps. `precomputed_state`: of coming decode steps. `adopt` takes the
-    tensors themselves as storage, `append` copies them. `gapped`: some padding follows a token of its row.
+    `read_prompt` calls it. `in_text_order`: columns hold tokens in the text's order. `precomputed_state`: of coming tokens,
+    computed ahead. `adopt` takes the tensors themselves as storage, `append` copies them. `gapped`: padding follows a token.
     """
     slots, now, past = call.slots, call.now, call.slots.columns_used
     with torch.no_grad():
@@ -111,8 +111,8 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
     """Return the attention of a prompt's queries over `keys`, by the chosen backend, or by torch if that cannot do it.
 
-    `read_prompt` and `reread_chunk` call it. Nothing but `cache.backend_choice` changes. noise: Triton also returns the
-    log-sum-exp of the logits with noise, for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to
+    `read_prompt` and `reread_chunk` call it. Nothing but `cache.backend_choice` changes. noise: if given, Triton also returns
+    the log-sum-exp of the logits with it, for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to
     them, as in the unpatched model. find_misfit: why flash cannot serve these keys, or None.
     """
     choice, case, padding = call.cache.backend_choice, call.case("prompt", q_BHGQD, keys), call.now.padding

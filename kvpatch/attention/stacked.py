@@ -105,7 +105,7 @@ class LayerStack:
         """Give each layer its part of the stack's free slots, where its next token goes; if tokens are appended, the counts.
 
         `run_step` calls it after the stack has evicted. Sets the layers' `mode.free_BH` and `known_free_slots` (local_LN: the
-        same slots as indices into the layer's flattened slots), or the three counts below.
+        same slots as indices into the layer's flattened slots); or the columns in use, and the steps until heads evict.
         """
         if not self.slots.mode.fills_free_slots:
             for layer in self.layers:

@@ -47,7 +47,8 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
 def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
     """Append a user's keys and values [B,H,T,D] to the layers of an empty cache, and set its rows' lengths and padding.
 
-    `absorb` calls it. taken: of each layer; they are the last T of `seen` columns. mask_BT: False for padding.
+    `absorb` calls it. taken: the pair of each layer, of the last T of `seen` columns; T < seen under a sliding window. mask_BT:
+    False for padding.
     """
     cache.count_in(taken[0][0].dtype)  # turns a budget in bytes into tokens
     for index, (layer, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):

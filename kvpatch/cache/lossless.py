@@ -207,7 +207,7 @@ class LosslessCache(Unpicklable, Cache):
         return len(self.ids) + query_length, 0
 
     def activate_past_recording(self) -> None:
-        """Nothing is overwritten: any token can be taken back."""
+        """Do nothing: no token overwrites another here, so that the last ones can always be taken back."""
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, such as rejected drafts, here and in the budgeted cache, as `EvictingCache.crop` does."""
@@ -225,7 +225,7 @@ class LosslessCache(Unpicklable, Cache):
                 editing.drop_last(self.drafts, count)
 
     def _shrinks_budget(self, left: int) -> bool:
-        """Tell if the budget of so many tokens is smaller than the one that `drafts` has."""
+        """Tell if a text of `left` tokens has a smaller budget in some layer than the one that `drafts` has."""
         tokens = self.settings.tokens
         return any(tokens(layer, left) < tokens(layer, self.budget_tokens) for layer in range(self.settings.n_layers))
 

@@ -17,7 +17,7 @@ def mark_protected(
 ) -> Tensor | None:
     """Mark the columns of a pass that the user's `protect=` keeps from eviction, bool [B,Q]; for `_read_pass` and `begin_edit`.
 
-    seen: columns before these. within: position of the first, for an edit of a text that was read.
+    seen: columns before these. within: for an edit of a text that was read, the position of its first column; else None.
 
     Raises:
         KVPatchError: `protect=` is a mask of another shape than the prompt, or "system" where the prompt came without messages.

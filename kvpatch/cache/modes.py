@@ -57,7 +57,7 @@ class Mode(Batched):
         """Count tokens written, in decode steps, to every head; this updates the counters of modes that have some."""
 
     def count_new_slots(self) -> int | None:
-        """Return the slots each head has taken since its buffers were made, the current token's included; None: unevenly."""
+        """Return the slots each head has taken since its buffers were made, the current token's too; None: heads may differ."""
         return 1
 
 
@@ -164,7 +164,7 @@ class Evicting(Slotted):
 class Moving(Slotted):
     """Mode under a budget that follows the text (policies/moving.py): at a step a head evicts none, one or several tokens.
 
-    packed_BH: tokens of each head when its slots were last planned. A head that shrinks keeps them until the next time.
+    packed_BH: tokens of each head when its slots were last planned. A head that shrinks keeps its slots until the next time.
     """
 
     name, saved, evicts = "moving", Growing.saved, True

@@ -36,7 +36,7 @@ class Strips(NamedTuple):
 
     @property
     def run(self) -> int:
-        """The number of strips that follow each other in memory in each head, of the row in which these are the fewest."""
+        """Strips of a head that follow each other in memory, in each row at least so many; 1 if a row's pages are scattered."""
         return min(n if first else 1 for n, first in self.place_B2.tolist())
 
 
@@ -151,7 +151,7 @@ class PagedSlots(DenseSlots):
     def _pool_memory(self) -> Memory:
         """Addresses for kernels: the entries of the pool, and the first one of each head's run of strips, or of each strip.
 
-        A strip is a page of one head; a run are strips that follow each other in memory. `locate_entries` returns it.
+        A strip is a page of one head; a run is strips that follow each other in memory. `locate_entries` returns it.
         """
         P, C = self.pool.shape[2], self.width
         # one address for each head if its slots are one piece of memory, else one for each strip of P slots

@@ -125,7 +125,8 @@ def begin_edit(
 ) -> Forward:
     """Begin a pass of patch.replace(), which reads tokens into a gap in the middle of the text; set `cache.now`, and return it.
 
-    `_read_edit` calls it. edit: its bounds. ids_BQ, places_Q: tokens, and their positions, now empty. table: see `begin`.
+    `_read_edit` calls it. edit: where in the text the gap is. ids_BQ, places_Q: the tokens, and their positions, which no token
+    has now. table: makes the rotary table for so many positions, or None.
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
@@ -396,9 +397,9 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 
 
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
-    """Raise KVPatchError if a prompt ends with an empty row, or one padded on the right. last_B: its last column is a token.
+    """Raise KVPatchError if a prompt ends with a row that has no token, or in generate() with one padded on the right.
 
-    `_read_pass` calls it where padding came. n_B: tokens of each row.
+    `_read_pass` calls it where padding came. n_B: tokens of each row. last_B: 1 for a row whose last column is a token.
     """
     if min(n_B) == 0:
         later = " If its text comes in later pieces: generate(prefill_chunk_size=n), or a first piece with tokens of all rows."

@@ -43,7 +43,10 @@ class Stack:
 
 
 class RecurrentStates(Cache):
-    """States of a batch. Models find them by the number of their layer; a layer without one is None; no layers: no hybrid."""
+    """States of a batch. `layers` has None for a layer without a state, and is empty if the model is no hybrid.
+
+    Models find a state by the number of its layer in the decoder.
+    """
 
     layers: list[LinearAttentionLayer | None]  # type: ignore[assignment]
 
@@ -131,7 +134,7 @@ class RecurrentStates(Cache):
             write(state, int(key))
 
     def place(self, devices: dict[int, torch.device]) -> None:
-        """Move the state of each layer to its device."""
+        """Move the state of each layer to its device, for a loaded cache. devices: by the layer's number in the decoder."""
         for name, table, key in self._list_held():
             table[key] = table[key].to(devices[int(name.split(".")[0])])
 
@@ -219,7 +222,7 @@ class WithStates(Cache):
         self.states.activate_past_recording()
 
     def stop_past_recording(self) -> None:
-        """Record no longer what roll-back needs. `_finish` calls it as assisted decoding ends, which had it recorded."""
+        """Record no longer what roll-back needs. `_finish` calls it as assisted decoding ends, which began the recording."""
         for layer in self.layers:
             layer.record_past = False  # type: ignore[union-attr]
         self.states.stop_past_recording()

@@ -37,10 +37,10 @@ class CacheSettings:
     layers. latent: for each layer, whether a value is a part of its key. parallel: KV heads of this process, if several
     processes share a model. strict: names of the layers, if their numbers are checked (attention/anomaly.py). counts_columns:
     in the unpatched model, attention's distances are between columns of the batch, padding included (sliding windows, ALiBi by
-    default). records_lifetimes: of tokens, in caches. layer_numbers: those in the decoder, if some of its layers are not on the
-    budget (a hybrid's, or those that use others' keys); None if all are. notices: what the patch has warned of. budgets: of a
-    size in bytes, the budget where keys have this dtype; `budget` is that of the model's own. untraced: why no decode step can
-    be traced by torch.compile, or None.
+    default). records_lifetimes: caches record when each token is evicted. layer_numbers: the layers' numbers in the decoder, if
+    some of its layers are not on the budget (a hybrid's, or those that use others' keys); None if all are. notices: what the
+    patch has warned of. budgets: if the budget is a size in bytes, what it is in tokens by the keys' dtype; `budget` is that
+    for the model's own dtype. untraced: why no decode step can be traced by torch.compile, or None.
     """
 
     policy: Policy
@@ -142,7 +142,7 @@ class CacheSettings:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the layers in the decoder."""
+        """Numbers, in the decoder, of the layers that a cache has keys and values of."""
         return tuple(range(self.n_layers)) if self.layer_numbers is None else self.layer_numbers.attention
 
     @cached_property
@@ -167,7 +167,7 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
-        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part."""
+        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), a rule for the layer's part."""
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule
@@ -216,7 +216,7 @@ class CacheSettings:
         return self.transparent and self.counts_columns
 
     def tokens(self, layer: int, n: int) -> int:
-        """Return the tokens a KV head of `layer` may keep, `n` being 100% for a share; see `Rule.tokens` where heads differ."""
+        """Return how many of a text's `n` tokens a KV head of `layer` may keep; see `Rule.tokens` where heads differ."""
         return self.rules[layer].tokens(n)
 
     def described(self) -> dict[str, Any]:

@@ -356,10 +356,10 @@ def nothing() -> DenseSlots:
 
 
 def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:
-    """Make slots of zeros to move tokens into: of B * H heads, with keys around this centre.
+    """Make slots of zeros for B * H heads, to move tokens into. Sizes follow `layout`, which may differ by head (ragged).
 
-    `_make_buffers` calls it as caches are joined, `pack` as a layer's tokens move. like: of the same dtype, device and head
-    sizes.
+    `_make_buffers` calls it as caches are joined, `pack` as a layer's tokens move. like: slots whose dtype, device, head sizes
+    and bits the new ones get. centre_BH1D: what keys of 8 or 4 bits are rounded around; None for 16 bits.
     """
     codecs = centre_codecs(like.codecs, centre_BH1D)
 

@@ -39,8 +39,8 @@ class TextPlans:
 
     prompt_len: columns of the prompt, if generate() has announced them; a prompt fed in pieces then ends there. new_tokens:
     tokens to generate, if known. static_room: tokens to decode in buffers that reach their final size when the prompt ends.
-    may_roll_back: the cache is an assistant's. resent_columns: columns read before, which generate()'s first pass may bring
-    again. copy_per_row: the text is a prefix, of which each row of the first pass gets a copy.
+    may_roll_back: an assistant model drafts with the cache. resent_columns: columns read before, which generate()'s first pass
+    may bring again. copy_per_row: the text is a prefix, of which each row of the first pass gets a copy.
     """
 
     prompt_len: int | None = None
@@ -96,7 +96,7 @@ class PassRecord(Protocol):
 class BoundSteps(Protocol):
     """Decode steps as attention/ has bound them to the layers of a cache, and keeps them from pass to pass.
 
-    running: by layer, the bound step of the pass `now`, once its first layer has run; None in layers that take the whole way.
+    running: by layer, the bound step of the pass `now`, once its first layer has run; None in layers that go through `attend`.
     """
 
     now: Forward | None
@@ -286,7 +286,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     def unstack_layers(self, due: bool | None = None) -> None:
         """Undo the stacking of layers (their tensors joined, to step as one) and prepared steps, for `crop` and others.
 
-        due: stack again before the next step, None: if layers were stacked, or were going to be.
+        due: True: stack them again before the next decode step; None: do so if they were stacked, or were going to be.
         """
         due = (self.stacked or self.stack_due) if due is None else due
         if self.steps is not None:
