@@ -149,7 +149,7 @@ class FusedByTorch(Fused):
             self._view_buffers()
         slots.columns_used = start + 1
         self.kv.make_dense(*self.query[:2]).append(start, k, v)
-        if self.stack is None:  # a stack writes the new entries of all layers
+        if self.stack is None:  # a stack writes the position for all layers
             slots.positions.narrow(2, start, 1).copy_(cache.current_pass.positions_on(slots.device)[:, None])
         return start + 1
 

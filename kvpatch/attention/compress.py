@@ -106,10 +106,11 @@ class PromptEnd:
         return self.keys
 
     def count_by_scores(self) -> list[list[int]]:
-        """Return how many tokens each head keeps, by row, under a budget that follows from scores (such as a share of them).
+        """Return how many tokens each head keeps, by row, under a budget that follows from scores (`weighs`).
 
-        `_compress_group` calls it if `weighs`. It also sets `slots.lost_BH1`, the sum of evicted tokens' scores, `keys` and
-        `context.keep_BH1`. A batch row without tokens in this block keeps all it has.
+        Mass keeps the fewest tokens that have a share of all scores, Threshold those that reach a number. `_compress_group`
+        calls it. It also sets `keys`, `context.keep_BH1` and `slots.lost_BH1`, the sum of evicted tokens' scores. A batch row
+        without tokens in this block keeps all it has.
         """
         keys, slots = self.key_by_score(), self.call.slots
         self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]

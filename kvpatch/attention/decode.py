@@ -69,11 +69,11 @@ def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int,
             t,
             evicted_by_kernels,
         )
-        stack.share_free()  # to the layers
+        stack.share_free()  # gives each layer its slots for the next token
     return out
 
 
-_NOTHING = None, None, None
+_NOTHING = None, None, None  # queries, key and value of a stack
 
 
 def _run_torch(

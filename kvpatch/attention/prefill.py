@@ -202,7 +202,7 @@ def _find_noise(call: Call, keys: Keys) -> Noise:
 def _find_temperature(call: Call) -> float:
     """Return the temperature of the softmax with noise (Keyformer's) while a prompt is read: that of decode step 0.
 
-    `_find_noise` and `_make_observer` ask. new_tokens: how many generate() will decode, while it rises; None: unknown.
+    `_find_noise` and `_make_observer` ask. new_tokens: how many generate() will decode, over which it rises; None: unknown.
     """
     tau = call.policy.needs.temperature(0, call.cache.plans.new_tokens)
     assert isinstance(tau, int | float)

@@ -210,7 +210,7 @@ def split_blocks(now: Forward, block: int, before_B: list[int]) -> list[Forward]
                 keeps_all=now.keeps_all,
                 rows_B=rows_B,
                 final=now.ends_prompt and stop == P,
-                reserve=min(block, P - stop) or block,  # columns that the next block needs
+                reserve=min(block, P - stop) or block,  # columns that the next block needs, perhaps of a later pass
                 repeatable=now.repeatable,  # for gradient checkpointing
                 rotary_table=now.rotary_table,
                 quota_span_BQ=None if span_BQ is None else span_BQ[:, start:stop],

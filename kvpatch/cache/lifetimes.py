@@ -52,9 +52,10 @@ class Lifetimes(Batched):
         self.ids = self.ids.scatter(1, places, ids_BQ.to(self.ids.dtype))
 
     def note_evictions(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
-        """Set the death of each token that a layer no longer holds, for replays: the tokens seen when it was evicted.
+        """Set the death of each token that a layer no longer holds, for replays, to the number of tokens seen so far.
 
-        `finish_group`, `_end_step` and `forget` call it. positions_BHT: of the held tokens, -1 in empty slots.
+        `finish_group`, `_end_step` and `forget` call it. positions_BHT: of the held tokens, -1 in empty slots. seen_B11: that
+        number, of each row. A death that is set already stays.
         """
         B, H, _ = positions_BHT.shape
         deaths = self.deaths[layer]

@@ -150,11 +150,11 @@ def begin_edit(
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
     """Keep the ids of a pass's tokens: by them generate() notices later that it is given another text (hooks/texts.py).
 
-    `begin` calls it. Padding gets an id of its own in `cache.ids`.
+    `begin` calls it. Padding gets the id PADDING in `cache.ids`. seen: columns read before this pass.
     """
-    if cache.for_one_pass:
+    if cache.for_one_pass:  # nothing goes on from such a cache
         return
-    if now.prompt_columns and not cache.turns.unfinished:
+    if now.prompt_columns and not cache.turns.unfinished:  # a prompt begins
         cache.ids.prompt = seen  # columns before the newest prompt
     real = None if now.padding is None else now.positions_BQ[:, : now.prompt_columns] >= 0
     cache.note_ids(input_ids, now.positions_BQ.shape[1], real)  # None: unknown ids
@@ -420,6 +420,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
     `begin` and `begin_compression` call it. A chat has several prompts (turns). In later ones "first" evicts nothing, "each"
     gives the prompt a budget of its own, and "all" budgets the whole text. n_B: tokens of each row where the prompt ends.
+    `share_base_B`: the tokens of which a budget such as k=0.5 is a share.
     """
     later, turns, begin_B = cache.turns.prompts_read > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
