@@ -71,7 +71,7 @@ def _why_refuses(kernel: Kernel, case: Case) -> str | None:
     ):
         if needed and not given:
             return f"takes no {word}"
-    if (find_capability() or kernel.majors[0]) not in kernel.majors:
+    if (find_capability() or kernel.majors[0]) not in kernel.majors:  # without a GPU: as if a fitting one were there
         newest = f" to {kernel.majors[-1]}.x" if kernel.majors.stop < ANY.stop else ""
         return f"needs a GPU of compute capability {kernel.majors[0]}.0{newest}"
     if not kernel.head(case):
@@ -89,7 +89,7 @@ def _ragged_reason(case: Case) -> str | None:
     ):  # fmt: skip
         if needed:
             return f"over heads of different lengths a flash kernel takes no {word}"
-    if (find_capability() or 8) < 8:
+    if (find_capability() or 8) < 8:  # without a GPU: as if a fitting one were there
         return "flash kernels need a GPU of compute capability 8.0"
     if _ragged_kernel() is not None:
         return None

@@ -69,7 +69,7 @@ class Kernel:
         head: tells whether it takes the head size of a case.
         fits: tells whether it takes these tensors, under settings that the user may change between calls.
         ragged: ragged(q, k, v, once, starts, used, longest, scale) attends from q [N,G,D], one token per KV head, to the
-            first `used` entries of every segment; None if the kernel cannot.
+            first `used` entries of every segment; once: 0 to N, the starts of the tokens; None if the kernel cannot.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Generation:
         def ragged(
             q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
         ) -> Tensor:
-            """Return a decode step's attention over heads of different lengths; `ragged_step` calls it, a launch a layer."""
+            """Return a decode step's attention over heads of different lengths, by one launch; `ragged_step` calls it."""
             ends = {"cu_seqlens_q": once, "cu_seqlens_k": starts, "seqused_k": used}
             lengths = {"max_seqlen_q": 1, "max_seqlen_k": longest}
             out = module.flash_attn_varlen_func(q, k, v, **ends, **lengths, softmax_scale=scale)
@@ -184,7 +184,7 @@ def _import_installed() -> dict[str, Any]:
 
 
 def _list_loaded() -> dict[str, Any]:
-    """Return the modules of the Hugging Face hub that this process has loaded, by repository."""
+    """Return the modules of the Hugging Face hub that this process has loaded, by repository; none without `kernels` (HF's)."""
     loaded: Any = getattr(sys.modules.get("kernels"), "get_loaded_kernels", tuple)()
     return {kernel.repo_info.repo_id if kernel.repo_info else kernel.metadata.name: kernel.module for kernel in loaded}
 
@@ -215,9 +215,8 @@ def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
 def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
     """Yield cuDNN's attention where torch itself prefers it to its flash kernel: on the same GPUs, from the same version.
 
-    torch's at::native sdp_utils.cpp (check_prefer_cudnn_attention) has the version, the GPUs and the variable, and answers
-    `can_use_cudnn_attention` for the tensors: it says no to one key alone, to deterministic algorithms, and where the user
-    has switched it off.
+    torch's sdp_utils.cpp (check_prefer_cudnn_attention) has the version, the GPUs and the variable. `can_use_cudnn_attention`
+    says no to one key alone, to deterministic algorithms, and where the user has switched cuDNN off.
     """
     version = torch.backends.cudnn.version()
     if version is None or version <= 91500 or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
@@ -231,6 +230,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Tell whether torch would give these tensors to cuDNN under the user's present settings, as Kernel.fits says."""
         heads_first: list[Any] = [t.transpose(1, 2) for t in (q, k, v)]
         params = torch.backends.cuda.SDPAParams(*heads_first, None, 0.0, True, q.shape[2] != k.shape[2])  # type: ignore[call-arg]
         return torch.backends.cuda.can_use_cudnn_attention(params)

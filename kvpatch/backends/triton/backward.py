@@ -66,6 +66,7 @@ def gradients(
     sizes = (H, Q, T, sliding or 0, unit, scale)
 
     def constants(tile: tuple[int, int, int, int]) -> dict[str, Any]:
+        """Return the constants and options of a launch with this tile: keys, rows, warps and stages."""
         keys, rows, warps, stages = tile
         kind = {"PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows, "SLIDING": sliding is not None, "HOLES": holes}
         return {"G": G, "D": D, **kind, "num_warps": warps, "num_stages": stages}
@@ -166,7 +167,8 @@ def _keys_kernel(
 ):  # fmt: skip
     """Compute the gradients of one block of keys and values of one KV head, from the rows that see some of them.
 
-    Rows end with the last death of the block. The first keys, which most rows may see, start first.
+    Rows from the block's last death (the position at which its last key is evicted) on are left out. The programs of the first
+    keys, which most rows may see, start first.
     """
     n0 = tl.program_id(1) * BLOCK_N
     bh = tl.program_id(0).to(tl.int64)

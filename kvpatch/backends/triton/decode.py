@@ -65,13 +65,13 @@ class Rule:
 
     @cached_property
     def read(self) -> str | None:
-        """Statistic that is ranked as it is, because the step does not update it."""
+        """Statistic by which the victim is chosen though this step does not update it; None if there is none such."""
         name = "sum" if self.ranked == "mean" else self.ranked
         return None if name in ("recency", *self.statistics) else name
 
     @cached_property
     def constants(self) -> tuple[str | bool | None, ...]:
-        """Last constants of `combine_kernel`."""
+        """Last constants of `combine_kernel`: VALUE, and for each sum whether it decays (DECAY_SUM and so on)."""
         return self.ranked, *(name in self.decayed for name in STATISTICS[:4])
 
 

@@ -18,7 +18,10 @@ def finite_maximum(maximum):
 
 @triton.jit
 def find_scratch(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.constexpr):
-    """Find the logits [B*H,G,parts*SPAN], p V [B*H,parts,G,D] and softmaxes [B*H,parts,5,G] in the scratch buffer."""
+    """Return pointers into a step's scratch buffer: logits [B*H,G,parts*SPAN], p V [B*H,parts,G,D], softmaxes [B*H,parts,5,G].
+
+    `split_kernel` writes them, and `combine_kernel` reads them. parts: segments of a head, of SPAN slots each.
+    """
     segments = tl.num_programs(0).to(tl.int64) * parts
     partial = SCRATCH
     if OBSERVE:
@@ -28,7 +31,10 @@ def find_scratch(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE
 
 @triton.jit
 def cap_products(x, inner):
-    """Return products x under the cap that `inner` stands for (arguments.logit_units); None: as they are."""
+    """Return tanh of the scaled products x of queries and keys, for a layer that caps its logits; `inner` None: x as it is.
+
+    inner: the factor that `logit_units` gives for the layer's cap.
+    """
     if inner is not None:
         x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
     return x
@@ -36,7 +42,10 @@ def cap_products(x, inner):
 
 @triton.jit
 def entries(BEGIN, begin, c, there, n, C, PAGE):
-    """Find the entries of head n's slots c: one after the other from `begin` on, or in its pages, where those are `there`."""
+    """Return the numbers of the entries that head n's slots c lie in: from `begin` on, or in the pages that BEGIN names.
+
+    `split_kernel` calls it. PAGE: slots of a page; None without pages. C: slots of a head. there: slots to look up.
+    """
     entry = begin + c
     if PAGE is not None:
         entry = tl.load(BEGIN + n * tl.cdiv(C, PAGE) + c // PAGE, mask=there, other=0) + c % PAGE
