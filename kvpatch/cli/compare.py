@@ -77,7 +77,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
         continuation: a text to feed after the only prompt; None for the model's greedy continuation.
 
     Raises:
-        KVPatchError: as `read_text`, or a file cannot be written.
+        KVPatchError: the model cannot be loaded, a text cannot be compared (see `read_text`), or a file cannot be written.
     """
     model, tokenizer = source.model(), source.tokenizer()
     out = make_console(stderr=asked.json)

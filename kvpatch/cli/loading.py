@@ -221,7 +221,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         )
     except Exception as error:  # a tokenizer's files may raise anything
         raise KVPatchError(f"The model {name} has no tokenizer that can be loaded: {_format_reason(error)}") from error
-    # such as transformers makes of a folder without a vocabulary
+    # of a folder without a vocabulary transformers may make a tokenizer that turns every text into nothing
     if not tokenizer("text").input_ids or not tokenizer.decode(tokenizer("text").input_ids, skip_special_tokens=True):
         raise KVPatchError(missing)
     return tokenizer
@@ -243,6 +243,7 @@ def _format_reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line with text of an error's message, or the name of its type if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 

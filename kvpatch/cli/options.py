@@ -18,6 +18,7 @@ from .loading import check_budget, parse_k, read_prompt
 
 
 def _complete_from(names: tuple[str, ...]) -> Any:
+    """Return a function that a shell's completion calls: it lists the names that begin with what has been typed."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -172,6 +173,7 @@ def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
+    """Tell whether the user typed this option of the command, rather than left it at its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

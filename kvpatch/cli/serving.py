@@ -251,6 +251,7 @@ def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) 
     from .request_fields import RefusedError
 
     def describe(error: Exception, status: int) -> Any:
+        """Return an error as an answer in OpenAI's form, with its own HTTP status if it is a RefusedError, else `status`."""
         refused = error if isinstance(error, RefusedError) else RefusedError(str(error), status=status)
         return JSONResponse(refused.describe(), status_code=refused.status)
 
