@@ -47,7 +47,7 @@ class Admission:
         super().add_waiting_request(state)  # type: ignore[misc]
 
     def finish_request(self, request_id: str) -> None:
-        """End a request after its last token, and keep its cache as a conversation."""
+        """End a request after its last token, and keep its cache as a conversation. transformers' engine calls this."""
         self._keep_conversation(request_id)
         super().finish_request(request_id)  # type: ignore[misc]
 
@@ -61,6 +61,7 @@ class Admission:
         return super().clear_cancelled_requests()  # type: ignore[misc]
 
     def _keep_conversation(self, request_id: str) -> None:
+        """Hand a request that ends to the pool, which may keep its cache; nothing if it was never admitted."""
         state = self.active_requests.get(request_id)
         if state is not None:
             self.cache.keep(state)

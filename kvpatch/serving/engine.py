@@ -53,12 +53,12 @@ OFF: tuple[tuple[str, object, str], ...] = (
 
 @dataclass(frozen=True)
 class EngineTerms:
-    """Facts of a patch and its model.
+    """Facts of a patch and its model, which an engine serves under.
 
-    max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
-    mask of a packed pass, by which the decoder's hook finds the pool. find_prefix: returns the patch's prefix that a text
-    begins with, if any. limit: what an error says of max_positions. placeholders: what ids that are no text stand for, such as
-    "an image".
+    max_positions: how many the model has; None for any number. kv_bytes: bytes of a token's keys and values in all layers.
+    carry: makes the attention mask of a packed pass, by which the decoder's hook finds the pool. find_prefix: returns the
+    patch's prefix that a text begins with, if any. limit: what an error says of max_positions. placeholders: what ids that are
+    no text stand for, such as "an image".
     """
 
     settings: CacheSettings
@@ -193,11 +193,13 @@ class _Packing:
         return _supports_logits_to_keep(self.model)
 
     def __call__(self, input_ids: Tensor, **given: Any) -> Any:
+        """Run the model on the tokens of a packed pass. The engine calls it in place of the model."""
         kept = {name: value for name, value in given.items() if name == "logits_to_keep"}
         return self.model(input_ids=input_ids, attention_mask=self.carry(self.pool), use_cache=False, **kept)
 
 
 def _supports_logits_to_keep(model: Any) -> bool:
+    """Tell whether the model can compute the logits of chosen tokens alone, as transformers' own method says."""
     supports = getattr(model, "_supports_logits_to_keep", None)
     return callable(supports) and bool(supports())
 
@@ -273,4 +275,5 @@ def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Return a context in which work goes to a CUDA stream, that of the engine's passes; None: no stream, as on a CPU."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -29,7 +29,7 @@ from .rows import RowPool
 
 
 class _Sectors:
-    """The engine's pool of sectors: blocks here are returned as soon as they are free."""
+    """Stand-in for the engine's pool of sectors (blocks of memory), which has nothing to free here: blocks only count."""
 
     def try_to_free_sectors(self) -> None:
         """Do nothing."""
@@ -42,10 +42,10 @@ class RequestPool:
     """The requests of one engine.
 
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
-    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. find_prefix: returns the patch's that
-    a text begins with; beginnings: those of requests that wait or were admitted. conversations: that are kept, if any are.
-    compute: enters the stream of passes. after_token: gets a request's state with its new token. next_tokens: by request.
-    request_waits: for room, so that later ones wait, too. placeholders: ids of images and sounds.
+    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. find_prefix: finds the patch's prefix
+    of a text; beginnings: by request, what of its text was read before. conversations: caches of ended requests, if kept.
+    compute: enters the CUDA stream of passes. after_token: called with a request's state, after each new token. next_tokens: of
+    the next pass. request_waits: one waits for room, so later ones do too. placeholders: what ids of images and sounds mean.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -202,7 +202,7 @@ class RequestPool:
     reset = free_all_requests
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """Return the share of blocks that are free, or their number."""
+        """Return the share of blocks that are free, or, if not `relative`, their number."""
         free = self.num_blocks - self.claimed_blocks
         return free / self.num_blocks if relative else free
 
@@ -223,7 +223,7 @@ class RequestPool:
         return {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Look at a request's new token: no block is shared, but some text ends with it."""
+        """Let `after_token` look if a request's new token completes a stop string. No block is marked: none is shared."""
         if self.after_token is not None:
             self.after_token(state)
 

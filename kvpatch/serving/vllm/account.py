@@ -1,4 +1,4 @@
-"""BudgetLog of a budget in a scheduler of vLLM: the line that it logs at the start, and counts of its requests."""
+"""Account of a budget in a scheduler of vLLM: the line that is logged at the start, and counts of its requests."""
 
 from __future__ import annotations
 

@@ -277,6 +277,7 @@ def make_budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
 
 
 def _list_layers(config: VllmConfig) -> list[Any]:
+    """Return the attention layers of vLLM that have been made under this configuration so far."""
     return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
 
 

@@ -95,5 +95,6 @@ def _runs_on_cpu() -> bool:
 
 
 def _refuse_if_asked(asked: bool, why: str) -> None:
+    """Raise KVPatchError with the reason `why` if the environment asks for a budget; else nothing is registered, silently."""
     if asked:
         raise KVPatchError(f"{VARIABLE} is set, but {why}: unset it, or use transformers' server (kvpatch serve).")
