@@ -94,7 +94,7 @@ class Choice:
     def instead(self, task: Task, case: Case, name: str, why: str) -> str:
         """Return another backend for a call that its chosen backend, `name`, has refused; note the reason, `why`.
 
-        `attend_to` calls it where flash was chosen for a prompt and cannot take its keys. Other calls keep their backend.
+        `attend_to` calls it where flash was chosen for a prompt and cannot serve it. Other calls keep their backend.
         """
         self.ran_last[task] = self._choose_backend(task, case, {name: why})
         return self.ran_last[task][0]

@@ -32,11 +32,11 @@ class Exact:
     exact, bits, latent = True, FULL, False
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the entries of numbers [...,D]."""
+        """Return the entries of numbers [...,D]: the numbers themselves."""
         return x
 
     def decode(self, entries: Tensor) -> Tensor:
-        """Return the numbers [...,D] of entries."""
+        """Return the numbers [...,D] of entries: the entries themselves."""
         return entries
 
     def dot(self, q_NGD: Tensor, entries_NTW: Tensor) -> Tensor:

@@ -414,7 +414,7 @@ def observe(
         for start, stop in _row_blocks(ends, budget // (2 * G), G)
     ]
     most = max(((stop - start) * (hi - lo) for start, stop, lo, hi in blocks), default=1)
-    heads = min(round(budget / (G * most)), B * H)  # two where blocks are as large as they get
+    heads = min(round(budget / (G * most)), B * H)  # two, if a head's largest block is half the budget, as it is meant to be
     heads = heads // threads * threads or 1
     # one buffer for the logits of all blocks: each new one would be mapped and cleared first, which costs as much as a product
     buffer = torch.empty(heads * G * most, dtype=dtype, device=q_BHGQD.device)
@@ -439,7 +439,7 @@ def observe(
                 seen_NR = seen_NR.masked_fill(seen_NR == 1, 0)
             # probabilities, in place
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
-                p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
+                p = torch.softmax(x, -1, out=x)  # in place: a second block would not fit into the core's cache
             elif lse_NGQ is None:
                 p = weigh_logits(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
             else:
@@ -469,10 +469,11 @@ def _clear_smallest(p_NGRM: Tensor) -> None:
 def _multiply_rows(
     a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
 ) -> Tensor:
-    """Write scale * a @ b to `out_NLM` and return it, for a block of `observe`; minus: subtract what `out_NLM` held before.
+    """Write scale * a @ b to `out_NLM` and return it, for a block of `observe`: its logits, or its part of the output.
 
-    parts: a single matrix (N = 1) is cut into so many blocks of rows, a batch: the CPU's library gives each matrix of a batch
-    to a thread of its own, and shares out a single one less well.
+    minus: subtract what `out_NLM` held before, the rows' log-sum-exp, so that exp() gives probabilities. parts: a single
+    matrix (N = 1) is cut into so many blocks of rows, a batch: the CPU's library gives each matrix of a batch to a thread of
+    its own, and shares out a single one less well.
     """
     out = out_NLM
     if parts > 1:

@@ -225,7 +225,7 @@ def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, 
     policies do.
 
     Raises:
-        KVPatchError: an unknown name, an option that none of them has, or a value that one of them refuses.
+        KVPatchError: a name is unknown, none of the policies has an option, or one refuses an option's value.
     """
     named = {name.strip(): get_policy(name.strip()) for name in names.split(",") if name.strip()}
     if not named:

@@ -73,7 +73,7 @@ def check_dtype(dtype: str) -> str:
 
 
 def check_device(device: str) -> None:
-    """Raise KVPatchError for a device of no known form, without importing torch."""
+    """Raise KVPatchError, without importing torch, unless --device has a known form, such as "cuda:1"."""
     if not _DEVICE.fullmatch(device):
         raise KVPatchError(f"--device {device} cannot be used: give {', '.join(_DEVICES[:-1])} or {_DEVICES[-1]}.")
 
@@ -96,7 +96,7 @@ class Source:
         check_folder(self.name)
 
     def config(self) -> Any:
-        """Load the model's configuration, which `_find_limit` asks before weights.
+        """Load the model's configuration, in which `_find_limit` finds the number of positions before weights are loaded.
 
         Raises KVPatchError if it cannot be loaded.
         """
@@ -140,7 +140,7 @@ def load_model(
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        KVPatchError: it cannot be loaded or served, or the dtype or device is invalid.
+        KVPatchError: the model cannot be loaded or served, or the dtype or device is invalid.
     """
     dtype = check_dtype(dtype)
     check_device(device)

@@ -27,7 +27,7 @@ def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
     causal, image = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     for auto, model_types in ((AutoModelForCausalLM, causal), (AutoModelForImageTextToText, image)):
         if kind in model_types or auto.__name__ in mapped:
-            if not (remote_code and auto.__name__ in mapped):  # the check would run the model's own code; loading alone may
+            if not (remote_code and auto.__name__ in mapped):  # else its class is its own code, which only loading runs
                 _check_served(auto, config)
             return auto
     if getattr(config, "is_encoder_decoder", False):

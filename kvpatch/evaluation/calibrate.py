@@ -42,7 +42,7 @@ def calibrate(
         teacher: policy of a second reading, as `make_teacher` makes it, to learn for the policy `learned`; None for queries.
 
     Raises:
-        KVPatchError: the model cannot be read so; or, with a teacher, no piece is longer than its sinks.
+        KVPatchError: `patched` refuses the model; or, with a teacher, no piece is longer than its sinks.
     """
     # the model's parts; sums by layer and statistic
     target, sums = Target.find(model), dict[int, dict[str, Totals]]()

@@ -192,7 +192,7 @@ class Checks:
             self.n + 4: ([(self.n + 1, self.n + 3)], 1),
         }
         watched, passes = Evictions(self.n, self.ids_BT.shape[1]), iter(range(self.n, self.ids_BT.shape[1] + 1))
-        wrong: list[int] = []
+        wrong: list[int] = []  # layers in which other tokens went, or not all of these
 
         def watch(cache: EvictingCache) -> None:
             """Forget the spans of `edits` for this pass, and note which tokens are held. `feed` calls this after each pass."""

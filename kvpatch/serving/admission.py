@@ -116,9 +116,9 @@ class Admission:
             self.block_new_requests = False  # transformers' flag: there is room again
 
     def _limit_length(self, state: Any, positions: int) -> None:
-        """Set an arriving request's max_new_tokens, if it has none, by the last position. Raise KVPatchError if it needs more.
+        """Set an arriving request's max_new_tokens, if it has none, so that it ends at the model's last position.
 
-        `add_waiting_request` calls it for a model with a limited number of positions.
+        `add_waiting_request` calls it for a model with so many positions. Raises KVPatchError if the request needs more.
         """
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:

@@ -215,14 +215,14 @@ def find_manager(
 ) -> BatchingManager:
     """Return the manager that the model keeps between calls if it was made under this patch; else a new one, not yet started.
 
-    A patched model's `init_continuous_batching` calls it. tokenizer: for stop strings. conversations: for a new manager. A new
-    one is noted in _MANAGERS, for `stop_managers`.
+    A patched model's `init_continuous_batching` calls it. tokenizer: for stop strings. conversations: where caches of ended
+    requests go; if given, the manager is always new. A new one is noted in _MANAGERS, for `stop_managers`.
     """
     kept = vars(model).get(KEPT_MANAGER)  # transformers' attribute
     if conversations is None and isinstance(kept, BatchingManager) and kept.terms.settings is terms.settings:
         return kept
     generation_config = model.generation_config if generation_config is None else generation_config
-    if generation_config.eos_token_id is None:  # the engine's name for none
+    if generation_config.eos_token_id is None:  # the engine takes -1 for no end token
         generation_config = copy.deepcopy(generation_config)
         generation_config.eos_token_id = -1
     config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)

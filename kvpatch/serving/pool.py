@@ -32,10 +32,10 @@ class _Sectors:
     """Stand-in for the engine's pool of sectors (blocks of memory), which has nothing to free here: blocks only count."""
 
     def try_to_free_sectors(self) -> None:
-        """Do nothing."""
+        """Do nothing: a request's blocks are free as soon as it ends."""
 
     def reset(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no memory to reset."""
 
 
 class RequestPool:
@@ -103,7 +103,7 @@ class RequestPool:
     def check(
         self, ids: Sequence[int], new: int | None, prefix: Prefix | Beginning | None = None, messages: Messages | None = None
     ) -> None:
-        """Raise KVPatchError for a request that could never be served. `add_waiting_request` calls it; changes nothing."""
+        """Raise KVPatchError for a request that could never be served; `add_waiting_request` calls it. new: tokens to write."""
         prompt = len(ids)
         if not prompt:
             raise KVPatchError("This request has no token: give each prompt at least one.")
@@ -277,7 +277,7 @@ class RequestPool:
         return PackedPass(parts, self.settings)
 
     def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
-        """Return a prompt's tokens after `past` as a part of the coming pass, for `next_pass`. The first makes the cache."""
+        """Return a prompt's tokens after `past` as a part of the coming pass, for `next_pass`. Its first makes the cache."""
         end = past + len(columns)
         if request.cache is None:
             in_blocks = request.prompt - past > self.chunk and self._blockwise is not None  # evicts after every chunk

@@ -184,7 +184,7 @@ def _import_installed() -> dict[str, Any]:
 
 
 def _list_loaded() -> dict[str, Any]:
-    """Return the modules of the Hugging Face hub that this process has loaded, by repository; none without `kernels` (HF's)."""
+    """Return the modules of the Hugging Face hub that this process has loaded by the package `kernels`, by repository."""
     loaded: Any = getattr(sys.modules.get("kernels"), "get_loaded_kernels", tuple)()
     return {kernel.repo_info.repo_id if kernel.repo_info else kernel.metadata.name: kernel.module for kernel in loaded}
 
@@ -193,7 +193,7 @@ def _list_loaded() -> dict[str, Any]:
 
 
 def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield a Kernel for flash-attn 3's operator, for `kernels`: before 2026 the package returns no log-sum-exp."""
+    """Yield a Kernel of flash-attn 3's operator: before 2026 the package's functions return no log-sum-exp. modules: unused."""
     operator = getattr(torch.ops.flash_attn_3, "fwd", None)
     needed = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
     if operator is None or not needed <= {argument.name for argument in operator.default._schema.arguments}:
@@ -216,7 +216,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
     """Yield cuDNN's attention where torch itself prefers it to its flash kernel: on the same GPUs, from the same version.
 
     torch's sdp_utils.cpp (check_prefer_cudnn_attention) has the version, the GPUs and the variable. `can_use_cudnn_attention`
-    says no to one key alone, to deterministic algorithms, and where the user has switched cuDNN off.
+    says no to one key alone, to deterministic algorithms, and where the user has switched cuDNN off. modules: unused.
     """
     version = torch.backends.cudnn.version()
     if version is None or version <= 91500 or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
@@ -248,7 +248,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
 
 
 def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield the flash kernel of torch itself, if this build has one that runs. `kernels` tries it last."""
+    """Yield the flash kernel of torch itself, if this build has one that runs. `kernels` lists it last. modules: unused."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or not torch.backends.cuda.is_flash_attention_available():
         return

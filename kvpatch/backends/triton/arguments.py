@@ -20,7 +20,7 @@ LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
 def reason(dtype: torch.dtype, head_dim: int) -> str | None:
     """Return why the prompt kernels cannot take queries of this dtype and size, or None.
 
-    `check` asks, and the choice of backends.
+    `check` calls it, and `reason` of triton_backend, when a backend is chosen.
     """
     if dtype not in DTYPES:
         return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"

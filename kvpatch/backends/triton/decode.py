@@ -47,9 +47,9 @@ class Rule:
     evicts: bool = True
 
     def __post_init__(self) -> None:
-        """Raise KVPatchError for names unknown to decode kernels, when a Rule (what they update, and whom they evict) is made.
+        """Raise KVPatchError if the kernels of a decode step do not know a name, or a statistic that is no sum is to decay.
 
-        `rule` makes one.
+        `rule` of triton_backend makes a Rule.
         """
         if unknown := set(self.statistics) - set(STATISTICS):
             raise KVPatchError(f"statistics={self.statistics!r} has {sorted(unknown)}: use some of {STATISTICS}.")

@@ -65,10 +65,10 @@ def split_kernel(
     K_GROUP: tl.constexpr, K_HEAD: tl.constexpr, K_STEP: tl.constexpr, K_SPAN: tl.constexpr, K_COLUMNS: tl.constexpr,
     V_GROUP: tl.constexpr, V_HEAD: tl.constexpr, V_STEP: tl.constexpr, V_SPAN: tl.constexpr, V_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to slots [lo, hi) of head n.
+    """Attend in a decode step to a segment of head n, slots [lo, hi); `decode.step` launches a program for each segment.
 
-    Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
-    segment's own softmax.
+    Writes the new key, value and position if their slot lies there; then, to SCRATCH, for `combine_kernel`, the logits, p V,
+    and the maximum and normalizer of the segment's own softmax.
 
     Entries: K_* and V_* say which channel each column of a tile holds (rounded.Columns). At BITS = 16 columns are the channels
     in their order, for keys and values alike; at 4 bits there is a second piece of channels, `upper` below. CENTRES is None or

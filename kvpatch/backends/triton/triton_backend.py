@@ -361,7 +361,8 @@ def step_as_operator(
     """Run `decode.step` as the operator kvpatch::decode_step, which torch.compile calls without tracing it.
 
     `step` calls it, as `compiled_step`, while torch.compile traces. An operator takes tensors, numbers and texts alone: names
-    are joined by commas. It changes the tensors in `mutates_args`.
+    of the state (`names`) and of the Rule are joined by commas, and the temperature is `tau`, or `constant_tau` if that is
+    None. `decode.step` explains all others. It changes the tensors in `mutates_args`.
     """
     from .decode import known_rule, step
 

@@ -282,9 +282,9 @@ def _list_layers(config: VllmConfig) -> list[Any]:
 
 
 def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
-    """Raise KVPatchError for a layer that is no decoder's, or has another's keys; `BudgetedAttention` calls it when made.
+    """Raise KVPatchError for a layer that no budget can serve; `BudgetedAttention` calls it when it is made.
 
-    shares: it uses the keys of another layer. kv_cache_dtype: "auto" is the model's dtype; any other is refused.
+    attn_type: only a decoder's is served. shares: the layer uses another's keys. kv_cache_dtype: only "auto", the model's.
     """
     refused = (
         (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type!r} in vLLM: start without its settings."),
