@@ -762,7 +762,7 @@ def step(
     out = None
     # torch's kernel takes dense unrounded keys and no special logits; ALiBi's bias is too coarse in half precision
     fused = offsets is None and geometry.plain and keys.exact and not (half and geometry.slopes_HG is not None)
-    if fused and (half or not probabilities):
+    if fused and (half or not probabilities):  # in full precision, probabilities that are wanted serve for the output too
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None

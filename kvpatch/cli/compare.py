@@ -103,7 +103,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
 
 
 def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
-    """After the last prompt, print the columns' meanings, the advice and Python to paste; save the setting as settings.json.
+    """Print, after the last prompt, the columns' meanings, the advice and Python to paste; save the setting as settings.json.
 
     `run` calls it once. No file is saved if there is no setting to advise.
     """

@@ -152,7 +152,7 @@ def _parse_body(body: bytes) -> Any:
 def _encode_body(body: dict[str, Any]) -> bytes:
     """Return the JSON of an accepted request that `_check_and_answer` gives to the app.
 
-    Raises RefusedError if it is no UTF-8.
+    Raises RefusedError if a text has half a surrogate pair, which UTF-8 cannot encode.
     """
     try:
         return json.dumps(body, ensure_ascii=False).encode()

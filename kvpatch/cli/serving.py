@@ -191,7 +191,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
     def build_mended(manager: Any, *more: Any, **named: Any) -> Any:
-        """Build transformers' app, and wrap it by `_mend_app`. Serve() calls it in place of its own build_server()."""
+        """Build transformers' app, with kvpatch's `convert_messages`, and wrap it. Serve() calls it for build_server()."""
         for handler in (*more, *named.values()):
             if isinstance(handler, BaseHandler):
                 handler.get_processor_inputs_from_messages = convert_messages  # type: ignore[method-assign]

@@ -50,7 +50,8 @@ class Evictions:
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
         """Return the mask of a layer, for `list_seen`: which tokens each query saw, bool [B,N,Q,T], by the noted passes.
 
-        causal_QT: True up to the query itself. Queries of the prompt, the first `n`, see as much.
+        causal_QT: True up to the query itself. Queries of the prompt (the first `n`) see all that; each later one sees what
+        was held before it, and itself.
         """
         # positions held after each pass: of each, the next query sees these and itself
         held_after = [held_by_layer[index] for held_by_layer in self.passes[:-1]]  # no query sees what the last pass left

@@ -247,7 +247,7 @@ _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BatchingManager]] = we
 
 
 def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
-    """Return the criterion of stop strings for a new `BatchingManager`; None, and a warning, without a tokenizer."""
+    """Return the criterion of stop strings for a new `BatchingManager`; None if there are none, or no tokenizer (a warning)."""
     if not strings:
         return None
     if tokenizer is None:

@@ -124,7 +124,7 @@ def attend(
         keys: keys and values, which `find_misfit` has nothing against; the last Q columns are the prompt's own.
         rows_BQ: positions of the queries; -1 for padding.
         geometry: variant of attention.
-        real_B: queries of each row that are no padding, if the host knows; else it waits for the device.
+        real_B: queries of each row that are no padding; None: the host waits for the device to count them.
 
     Returns:
         The output [B,H,G,Q,D], which is differentiable; the log-sum-exp [B,H,G,Q], float32, natural logarithm, which is not;

@@ -112,7 +112,7 @@ class Generation:
         """Return a Kernel that calls a flash-attn module's functions with this generation's arguments; for `find_kernels`."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-            """Return a prompt's attention by the module, as Kernel.attend says. `_call_kernel` calls it."""
+            """Return a prompt's output and log-sum-exp by the module, in the shapes of Kernel. `_call_kernel` calls it."""
             left = mask.left
             if mask.slopes is not None:
                 # Under a causal mask flash-attn 2 adds slope * column, so that its log-sum-exp belongs to other logits and is
@@ -138,7 +138,7 @@ class Generation:
         def ragged(
             q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
         ) -> Tensor:
-            """Return a decode step's attention over heads of different lengths, by one launch; `ragged_step` calls it."""
+            """Return a decode step's output over heads of different lengths, in the shapes of Kernel; for `ragged_step`."""
             ends = {"cu_seqlens_q": once, "cu_seqlens_k": starts, "seqused_k": used}
             lengths = {"max_seqlen_q": 1, "max_seqlen_k": longest}
             out = module.flash_attn_varlen_func(q, k, v, **ends, **lengths, softmax_scale=scale)
@@ -200,7 +200,7 @@ def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Return a prompt's attention by the operator, as Kernel.attend says. `_call_kernel` calls it."""
+        """Return a prompt's output and log-sum-exp by the operator, in the shapes of Kernel. `_call_kernel` calls it."""
         options: dict[str, Any] = {"softmax_scale": mask.scale, "is_causal": True, "num_splits": 1}
         if mask.left is not None:
             options |= {"window_size_left": mask.left, "window_size_right": 0}
@@ -223,7 +223,7 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Return a whole prompt's attention by cuDNN, as Kernel.attend says. `_call_kernel` calls it."""
+        """Return a whole prompt's output and log-sum-exp by cuDNN, in the shapes of Kernel. `_call_kernel` calls it."""
         inputs = (t.transpose(1, 2) for t in (q, k, v))
         call = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = call(*inputs, None, True, 0.0, True, False, scale=mask.scale)
@@ -255,7 +255,7 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     takes = {argument.name for argument in operator.default._schema.arguments}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Return a prompt's attention by torch's operator, as Kernel.attend says. `_call_kernel` calls it."""
+        """Return a prompt's output and log-sum-exp by torch's operator, in the shapes of Kernel. `_call_kernel` calls it."""
         starts = None if packing is None else packing.starts
         longest_q, longest_k = (q.shape[1], k.shape[1]) if packing is None else (packing.longest,) * 2
         window = {} if mask.left is None else {"window_size_left": mask.left, "window_size_right": 0}
@@ -266,7 +266,7 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     def ragged(
         q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
     ) -> Tensor:
-        """Return a decode step's attention over heads of different lengths by torch's operator; `ragged_step` calls it."""
+        """Return a decode step's output over heads of different lengths by torch's operator; `ragged_step` calls it."""
         return torch.ops.aten._flash_attention_forward(
             q, k, v, once, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used
         )[0]

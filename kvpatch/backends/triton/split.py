@@ -132,6 +132,7 @@ def split_kernel(
         k_d, real_k = channels(1, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
         q_upper = tl.load(q_tile + k_d[None, :], mask=real_g[:, None] & real_k[None, :], other=0.0)
         product += tl.sum(q_upper.to(tl.float32) * k_upper.to(tl.float32)[None, :], 1)
+    # the new token's logit; -inf if its slot is in another segment or its row is padding
     x_new = tl.where(mine, cap_products(product, inner) * unit, float("-inf"))
     alone = tl.where(x_new > float("-inf"), 1.0, 0.0)
     maximum, p_new, total = x_new, alone, alone
@@ -155,6 +156,7 @@ def split_kernel(
         if NOISE is not None:
             x_new += tl.log2(tl.load(NOISE + at * G + g, mask=own_g, other=1.0))
         maximum_y, total_y = x_new * cooling, alone
+    # the segment's other tokens, a block of slots at a time: `fade` shrinks what was summed when a larger logit is found
     for start in range(lo, hi, BLOCK):
         c = start + tl.arange(0, BLOCK)
         old = (c < hi) & (c != slot)

@@ -148,7 +148,7 @@ class BudgetedAttention(AttentionImpl):
     ) -> Tensor:
         """Write a layer's attention into `output`, and return it. vLLM calls this once per pass, for all requests of the pass.
 
-        query, key and value hold the new tokens of all requests, one after the other. kv_cache: the layer's pages.
+        query, key, value: the new tokens of all requests, one after the other. kv_cache: the layer's pages. Scales: unused.
         """
         if attn_metadata is None or not attn_metadata.scheduled:  # vLLM warms up
             return output
