@@ -47,7 +47,7 @@ def start_engine(model: Any, options: dict[str, Any], conversations: Conversatio
         KVPatchError: it does not start.
     """
     config = ContinuousBatchingConfig(**options, use_cuda_graph=False, use_async_batching=False)
-    # requests that sample add noise to their logits, and have processors of their own
+    # the engine is greedy: requests that sample add noise to their logits, and have processors of their own
     own = model.generation_config
     greedy = GenerationConfig(do_sample=False, eos_token_id=own.eos_token_id, stop_strings=own.stop_strings)
     manager = model.init_continuous_batching(

@@ -249,9 +249,10 @@ def _first_line(error: BaseException) -> str:
 
 
 def read_prompt(name: str, given: str = "FILE") -> str:
-    """Read the text of a command's prompt from a file, or from standard input for "-". Raises KVPatchError if it is empty.
+    """Read the text of a command's prompt from a file, or from standard input for "-". `TextFile.read_text` calls it.
 
-    `TextFile.read_text` calls it. given: name of the argument or option that names the file, for errors.
+    given: name of the argument or option that names the file, for errors. Raises KVPatchError if the text cannot be read, is no
+    UTF-8, or is empty.
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")

@@ -137,7 +137,7 @@ def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> 
 
 
 def _check_system(tokenizer: Any, edits: bool) -> None:
-    """Raise KVPatchError if --protect system cannot work with --edits or this model.
+    """Raise KVPatchError, under --protect system, if --edits is given too or the model has no chat template.
 
     `run` calls it before weights are loaded.
     """

@@ -170,7 +170,7 @@ class RequestPool:
         return beginning if self.claimed_blocks + self.count_blocks(prompt, new, beginning) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
-        """Store an ended request's cache in `conversations`, unless it failed, its prompt is partly unread, or it has no own."""
+        """Store an ended request's cache in `conversations`, unless it failed, was read in part, or still shares a source's."""
         request = self.requests.get(state.request_id)
         if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
             return

@@ -189,7 +189,7 @@ class Worker:
             self._refuse_prefix_caching()
 
     def _refuse_prefix_caching(self) -> None:
-        """Raise KVPatchError, for `add`, under prefix caching: vLLM does not start with it if layers hold unequal numbers."""
+        """Raise KVPatchError if prefix caching is on: vLLM does not start with it if layers hold unequal numbers of tokens."""
         if self.config.cache_config.enable_prefix_caching:
             raise KVPatchError(
                 "Layers of this model hold different numbers of tokens under this budget, and vLLM's prefix caching does not "
