@@ -36,8 +36,8 @@ def attend(
     The patched forward of each attention module calls it once per pass, except in layers that have a bound step (short decode
     step). q [B,H*G,Q,D], k and v [B,H,Q,D] with positions applied -> [B,Q,H*G*D]. The first columns may belong to a prompt:
     they attend together. Each later column is a decode step. Autocast is off here, so that scores, norms and statistics stay
-    float32; q, k and v arrive in autocast's dtype. reads: the attention module computes no keys, and attends to those of an
-    earlier layer, `layer` (reading.py).
+    float32; q, k and v arrive in autocast's dtype. bound_adapter: the attention module, with what is known of its architecture.
+    reads: the module computes no keys, and attends to those of an earlier layer, `layer` (reading.py).
     """
     run = reading.attend_to_shared_keys if reads else _attend_writing
     if is_autocasting(q.device.type):
@@ -74,7 +74,7 @@ def _attend_layer(cache: TextState, layer: int, q: Tensor, k: Tensor, v: Tensor,
 
     `_attend_writing` calls it in each layer that writes keys. In a decode step the first layer also makes bound steps (objects
     that save Python time) for later layers (bound_step.py). A cache `for_one_pass` is then dropped, as the user asked for none.
-    `unfinished`: an earlier pass was interrupted. `stack`: layers that score and evict together.
+    `unfinished`: the pass goes on after its last layer, until a hook ends it. `stack`: layers that score and evict together.
     """
     call = _bind_call(cache, layer, q, k, bound_adapter)
     slots = call.slots

@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 class BoundStep:
     """A layer's part of a decode step: queries [B,H*G,1,D], keys and values [B,H,1,D] -> output [B,1,H*G*D].
 
-    The attention module's forward calls it in place of attend.attend. stack: that the step was bound for, or None; `bind_steps`
-    makes a new step once the layer has another stack, mode or buffers. find_kv: returns the buffers, or None once they are
-    gone: a step that has no views of them must not keep them, when all layers get larger ones.
+    The attention module's forward calls it in place of attend.attend. stack: the LayerStack (layers that score and evict at
+    once) that the step was bound for, or None. `bind_steps` makes a new step once the layer has another stack, mode or buffers.
+    find_kv: returns the buffers, or None once they are gone: a step that has no views of them must not keep old buffers alive
+    while all layers get larger ones.
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
@@ -69,7 +70,7 @@ class Unbound(BoundStep):
 class Fused(BoundStep):
     """Step of a layer in a stack, or (stack: None) of one that appends tokens and neither scores nor evicts them.
 
-    norms_NB: the layer's part of the stack's norms of projected values.
+    norms_NB: the layer's part of the stack's tensor for the norms of projected values; None if the policy needs no norms.
     """
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
@@ -87,7 +88,7 @@ class Fused(BoundStep):
 
 
 class FusedByTorch(Fused):
-    """Writes key and value and attends; where the stack observes, the probabilities are left in its buffer."""
+    """Step in which torch writes key and value and attends; if scores need the probabilities, the stack's buffer gets them."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
         """Store what the layer's decode steps have in common, and views of its buffers. `bind_steps` makes it."""
@@ -148,13 +149,13 @@ class FusedByTorch(Fused):
             self._view_buffers()
         slots.columns_used = start + 1
         self.kv.make_dense(*self.query[:2]).append(start, k, v)
-        if self.stack is None:  # a stack writes the new entries of all layers
+        if self.stack is None:  # a stack writes the position for all layers
             slots.positions.narrow(2, start, 1).copy_(cache.current_pass.positions_on(slots.device)[:, None])
         return start + 1
 
 
 class FusedByKernels(Fused):
-    """Kernels write, attend, add to the statistics and may name the victims."""
+    """Step in which Triton's kernels write key and value, attend, add to the sums of attention, and may choose the victims."""
 
     def __init__(self, call: Call, stack: LayerStack | None) -> None:
         """Store what the layer's decode steps have in common, and the `rule` by which kernels update scores and choose victims.
@@ -226,7 +227,8 @@ def _bind_stacked(call: Call, stack: LayerStack) -> BoundStep:
     An Unbound step calls `run_step`.
     """
     fills_free_slots, kernels = call.slots.mode.fills_free_slots, stack.backend == "triton"
-    # a number stored with each token that depends on its key: each layer writes it. One of positions the stack writes for all.
+    # the policy stores with each token what depends on its key, and each layer writes that itself, in run_step; what follows
+    # from positions alone the stack writes for all layers
     writes_state = call.policy.stores and not call.policy.entry_by_position
     if writes_state or (kernels and not fills_free_slots) or not (kernels or _is_plain_softmax(call)):
         return Unbound(call, stack)

@@ -33,9 +33,9 @@ class PromptEnd:
 
     Lists of numbers have one list for each row, with a number for each head of all processes.
 
-    tokens_before: held before the prompt. protected_B: tokens of each row, by the policy. held: tokens of each head. fixed:
-    those of them that are kept outside the budget. keep: the most that each head may hold. context, keys: the eviction context
-    and the eviction keys by score alone; only layers that evict have them.
+    tokens_before: slots in use before the prompt. protected_B: how many tokens the policy protects in each row. held: tokens of
+    each head. fixed: those of them that are kept outside the budget. keep: the most that each head may hold. context: what the
+    score reads; keys: the tokens' sort keys by score alone, lowest evicted first. Only layers that evict have these two.
     """
 
     call: Call
@@ -73,7 +73,10 @@ class PromptEnd:
         self.keep = [list(map(sum, zip(row, budgets, strict=True))) for row, budgets in zip(self.fixed, budget_BH, strict=True)]
 
     def least(self, share: Adaptive) -> list[list[int]]:
-        """Return how many tokens each head keeps in any case, by row, before `_share_budget` divides the rest by scores."""
+        """Return how many tokens each head keeps in any case, by row, before `_share_budget` divides the rest by scores.
+
+        share: the rule of sharing, which grants each head a part of an equal budget, or its protected tokens if they are more.
+        """
         least_B = map(share.least, _list_budgets(self.call), self.protected_B)
         return [[n + least for n in row] for row, least in zip(self.fixed, least_B, strict=True)]
 
@@ -103,10 +106,11 @@ class PromptEnd:
         return self.keys
 
     def count_by_scores(self) -> list[list[int]]:
-        """Return how many tokens each head keeps, by row, under a budget that follows from scores (such as a share of them).
+        """Return how many tokens each head keeps, by row, under a budget that follows from scores (`weighs`).
 
-        `_compress_group` calls it if `weighs`. It also sets `slots.lost_BH1`, the sum of evicted tokens' scores, `keys` and
-        `context.keep_BH1`. A batch row without tokens in this block keeps all it has.
+        Mass keeps the fewest tokens that have a share of all scores, Threshold those that reach a number. `_compress_group`
+        calls it. It also sets `keys`, `context.keep_BH1` and `slots.lost_BH1`, the sum of evicted tokens' scores. A batch row
+        without tokens in this block keeps all it has.
         """
         keys, slots = self.key_by_score(), self.call.slots
         self.context.keep_BH1 = _fill_counts(self.call, self.keep)[..., None]
@@ -307,13 +311,16 @@ def _fill_counts(call: Call, rows: list[list[int]]) -> Tensor:
 
 
 def _divide_rest(most: list[int], count: list[int]) -> list[int]:
-    """Share out the part of a row's budget that its heads do not use, to all of them alike."""
+    """Return how many tokens each head of a row gets of the budget that its heads do not use, divided equally.
+
+    most: the budget of each head. count: tokens that each keeps. A remainder goes to the first heads, one token each.
+    """
     rest, H = max(sum(most) - sum(count), 0), len(count)
     return [rest // H + (h < rest % H) for h in range(H)]
 
 
 def _are_equal(rows: list[list[int]]) -> bool:
-    """Tell if all heads have the same number."""
+    """Tell if the numbers of all heads, in all rows, are the same."""
     return len({n for row in rows for n in row}) == 1
 
 
@@ -322,11 +329,11 @@ def _compress_layer(
 ) -> None:
     """End a prompt in one layer: move kept tokens to new buffers; set its mode (where next tokens go) and heads' budgets.
 
-    `_compress_group` calls it for each layer of the group. If another block of the prompt follows (not `final`), the tokens are
-    moved alone. count: tokens that each head keeps, those with the greatest `order`; if `order` is None, all. uneven: heads may
-    hold different numbers, perhaps only because of heads on other processes. This process then runs the eviction at every step
-    as they do, because a score may need all processes to take part. scored: `order` are sort keys by score, not positions.
-    keep: the most tokens of each head while decoding.
+    `_compress_group` calls it for each layer of the group. If another block of the prompt follows (not `final`), it moves the
+    tokens, and leaves mode and budgets as they are. count: tokens that each head keeps, those with the greatest `order`; if
+    `order` is None, all. uneven: heads may hold different numbers, perhaps only because of heads on other processes. This
+    process then runs the eviction at every step as they do, because a score may need all processes to take part. scored:
+    `order` are sort keys by score, not positions. keep: the most tokens of each head while decoding.
     """
     slots, now = call.slots, call.now
     # plan: do decode steps evict (`evicts`), any number of tokens (`moves`), and do heads differ in when they begin to
@@ -376,8 +383,9 @@ def _compress_layer(
 def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: list[int] | None, filling: int) -> None:
     """Set, after a prompt, the mode of a layer that evicts while decoding: tokens take free slots, or those of evicted ones.
 
-    `_compress_layer` calls it. Heads of equal size below their budget are first appended to (`start_filling`). counts: tokens
-    that each head has. goals: number of tokens at which it evicts. filling: decode steps until all heads evict.
+    `_compress_layer` calls it. Heads of equal size below their budget are first appended to (`start_filling`). kept: None if
+    all heads keep equally many tokens. counts: tokens of each head. goals: number of tokens at which each head evicts. filling:
+    decode steps until all heads evict.
     """
     slots, compiled = call.slots, call.cache.plans.static_room is not None
     if filling and not (slots.may_have_empty or compiled):
@@ -393,9 +401,9 @@ def _start_evicting(call: Call, kept: Tensor | None, counts: list[int], goals: l
 def _start_keeping(call: Call, kept: Tensor | None, counts: list[int]) -> None:
     """Set the mode of a layer that keeps all later tokens: they go into empty slots of each head, or after the used columns.
 
-    `_keep_all` calls it, and `_compress_layer` for policies that evict at prompts alone. counts: tokens of each head.
-    `kv.appends`: the storage can append a column to all heads at once. `static_room`: torch.compile compiles the steps, and
-    buffers keep their size.
+    `_keep_all` calls it, and `_compress_layer` for policies that evict at prompts alone. counts: tokens of each head. kept:
+    True in slots [B,H,K] that hold one of these; None if all heads have equally many. `kv.appends`: the storage can append a
+    column to all heads at once. `static_room`: torch.compile compiles the steps, and buffers keep their size.
     """
     slots, held = call.slots, max(counts)
     if kept is not None and not slots.kv.appends:
@@ -431,7 +439,8 @@ def _find_values(call: Call, index: Tensor | None, real: Tensor | None) -> Tenso
 def _count_spare(call: Call, tokens: int) -> int:
     """Return how many free slots a head of so many tokens gets for coming ones, for `_keep_all` and `_compress_layer`.
 
-    `static_room` if torch.compile compiles the steps (it is for all of them); else a few, or `new_tokens` if these are fewer.
+    If torch.compile compiles the steps, `static_room`, which is enough for all of them; else `slack`, or only as many as the
+    tokens that generate() has announced (`new_tokens`).
     """
     room, coming = call.cache.plans.static_room, call.cache.plans.new_tokens
     if room is not None:
@@ -542,7 +551,10 @@ def _warn_of_scores(call: Call, value_BHT: Tensor) -> None:
 
 
 def _list_budgets(call: Call) -> list[int]:
-    """Return the tokens of a head that each row may hold beside those kept outside the budget, from the prompts' lengths."""
+    """Return each row's budget: how many tokens a head may hold beside those kept outside the budget.
+
+    share_base_B: tokens of each row, of which a budget such as k=0.5 is a share.
+    """
     return [call.settings.tokens(call.layer, n) for n in call.now.share_base_B]
 
 

@@ -27,7 +27,7 @@ def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int,
     To observe is to add the step's attention probabilities to the sums that scores read. Returns the output [B,H,G,D]. With a
     `stack` (layers joined for scoring and eviction), the first of its layers writes the new token's position for all layers,
     and the last one observes and evicts for all. Without a stack, this layer does so for itself. `entry`: numbers that the
-    policy stores with the token. `by_kernels`: these have observed, so that no probabilities are left, and may have evicted.
+    policy stores with the token. `by_kernels`: not None if kernels ran; they observe, too, and may evict.
     `shares_keys`: later layers attend to this layer's keys, too.
     """
     positions_B1 = call.positions_BQ if call.positions_BQ.shape[1] == 1 else call.positions_BQ[:, t : t + 1]
@@ -69,11 +69,11 @@ def run_step(call: Call, q_BHGD: Tensor, k_BH1D: Tensor, v_BH1D: Tensor, t: int,
             t,
             evicted_by_kernels,
         )
-        stack.share_free()  # to the layers
+        stack.share_free()  # gives each layer its slots for the next token
     return out
 
 
-_NOTHING = None, None, None
+_NOTHING = None, None, None  # queries, key and value of a stack
 
 
 def _run_torch(
@@ -100,8 +100,9 @@ def _run_torch(
 def _begin_step(call: Call, k_BH1D: Tensor, v_BH1D: Tensor, positions_B1: Tensor) -> dict[str, Tensor]:
     """Begin a decode step of a layer in no stack: make room for the token and count it; `run_step` then writes the token.
 
-    Returns the state (numbers that the policy stores) to be written with its key. `records_undo`: for rollback. traced:
-    torch.compile compiles the step, whose room and counts were seen to before. `shared_score`: a sum of all layers.
+    Returns the state (numbers that the policy stores) to be written with its key. `records_undo`: the step is logged, to be
+    rolled back. traced: torch.compile compiles the step: its room was checked, and `catch_up` will count its token.
+    `shared_score`: a sum of all layers.
     """
     slots = call.slots
     if not call.now.traced:
@@ -174,10 +175,12 @@ def choose_step_backends(call: Call) -> None:
 
 
 def _name_task(call: Call) -> Task:
+    """Return the task of a layer's decode step, by which backends are chosen: "ragged" if its heads differ in their slots."""
     return "decode" if call.slots.kv.head_offsets is None else "ragged"
 
 
 def _describe_case(call: Call, q_BHGD: Tensor) -> tuple[Task, Case]:
+    """Return the task of a layer's decode step and its Case, the properties by which a backend is chosen for it."""
     task = _name_task(call)
     return task, call.case(task, q_BHGD, call.keys(call.slots.columns_used, contents=False), call.observes)
 
@@ -248,7 +251,8 @@ def _add_statistics(call: Call, p_BHGT: Tensor, positions_BHT: Tensor, newest_B1
 def _evicts_nothing(call: Call) -> bool:
     """Tell if it is certain that no head evicts at this step, for `_evict_over_budget`.
 
-    `mode.due`: some head may. With empty slots a traced step, and heads on other processes, leave it open.
+    `mode.due`: by the host's counters some head may. If slots may be empty, a traced step cannot rely on these, and other
+    processes may hold heads that evict: the eviction then runs in any case.
     """
     slots = call.slots
     return not (slots.mode.due or (slots.may_have_empty and (slots.traced or call.parallel)))

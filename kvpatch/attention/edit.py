@@ -18,7 +18,7 @@ from .layer_call import Call
 
 
 class Hidden:
-    """Tokens of a layer after an edit, which its queries do not see, and their state. Their columns are empty until `show`."""
+    """Tokens of a layer that follow an edit, hidden from its queries, and their state. Their slots seem empty until `show`."""
 
     def __init__(self, slots: SlotLayer, edit: Edit) -> None:
         """Hide the tokens that follow an edit in the text from the edit's queries, for `read_prompt` before it attends.
@@ -60,7 +60,7 @@ class EditEnd(PromptEnd):
 
     @property
     def weighs(self) -> bool:
-        """True if heads keep what a budget says that follows the text, as after each decode step."""
+        """True if heads keep as many tokens as a budget that follows the text now allows, as they do after a decode step."""
         return self.call.rule.moves and not self.call.now.keeps_all
 
     @property

@@ -33,7 +33,7 @@ AHEAD = 64  # decode steps
 
 
 class Call(LayerRead):
-    """A forward pass (`now`) through one layer of a cache. evicts: False if it keeps every token."""
+    """A forward pass (`now`) through one layer of a cache. evicts: False if the layer keeps every token."""
 
     def __init__(
         self, cache: TextState, now: Forward, layer: int, bound_adapter: BoundAdapter, group: int, device: torch.device
@@ -132,6 +132,7 @@ class Call(LayerRead):
         return self.policy.entry(self._describe_tokens(key_codec.cached(k_BHQD), value_codec.cached(v_BHQD), positions_BQ))
 
     def _describe_tokens(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> NewTokens:
+        """Return new tokens as `policy.entry` takes them. first: the number, in the whole model, of the first head here."""
         first = self.settings.parallel.first(k_BHQD.shape[1])
         return NewTokens(k_BHQD, v_BHQD, positions_BQ, self.group, self.layer_B, self.settings.seed, first)
 
@@ -234,11 +235,12 @@ class Call(LayerRead):
         return Keys(keys, values, positions, may_have_empty, past, ordered, kv.head_offsets, grown, kv.codecs)
 
     def case(self, task: Task, q_BHGQD: Tensor, keys: Keys, scores: bool = False) -> Case:
-        """Describe an attention task of this layer; `attend_to` and `choose_backend` choose a backend by the Case.
+        """Return a Case, the properties of an attention task in this layer by which a backend is chosen. Changes nothing.
 
-        scores: the policy's sums of attention are needed too. Fields of the Case, if not plain: `past`: earlier tokens are
-        held; `fresh`: the policy draws noise for each pair of query and key; `special`: variants such as capped logits or
-        "chunk", attention inside chunks of the text.
+        `attend_to`, `_attend_and_sum` and `_score_by_window` ask for it in a prompt, `_describe_case` in a decode step. scores:
+        the policy's sums of attention are needed too. Fields of the Case, if not plain: `past`: earlier tokens are held;
+        `fresh`: the policy draws noise for each pair of query and key; `special`: variants such as capped logits or "chunk",
+        attention inside chunks of the text.
         """
         T = keys.positions_BHT.shape[-1]
         sliding, special = self.geometry.sliding, self.geometry.special
@@ -395,6 +397,7 @@ class Call(LayerRead):
         return tensor if slots.columns_used == tensor.shape[2] else tensor[:, :, : slots.columns_used]
 
     def plain_keys(self) -> Tensor:
+        """Return the keys [B,H,T,D] of the used slots with their rotation undone, in the dtype of scores."""
         return self.rotated_back(self.held()[0], self.positions_BHT)
 
     def mean_rotation(self, future: int, like: Tensor) -> Tensor | None:
@@ -427,7 +430,7 @@ class Call(LayerRead):
         x = window_logits(q_BHGWD, k, positions, positions_BW, geometry)  # without a mask
         key_positions, rows = self.positions_BHT[:, :, None, None], positions_BW[:, None, None, :, None]
         seen = keep_in_window(candidate[:, :, None, None], geometry.sliding, key_positions, rows)
-        # the least number rather than -inf: a query that sees no candidate is not NaN
+        # the dtype's lowest number rather than -inf, since a softmax over -inf alone would be NaN
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
     def attend_to_slots(

@@ -77,8 +77,8 @@ def read_prompt(call: Call, q_BHGQD: Tensor, k_BHQD: Tensor, v_BHQD: Tensor) -> 
 def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> None:
     """Write a prompt's columns into the layer before they attend, and set the layer's fields that describe its columns.
 
-    `read_prompt` calls it. `in_text_order`: and without gaps. `precomputed_state`: of coming decode steps. `adopt` takes the
-    tensors themselves as storage, `append` copies them. `gapped`: some padding follows a token of its row.
+    `read_prompt` calls it. `in_text_order`: columns hold tokens in the text's order. `precomputed_state`: of coming tokens,
+    computed ahead. `adopt` takes the tensors themselves as storage, `append` copies them. `gapped`: padding follows a token.
     """
     slots, now, past = call.slots, call.now, call.slots.columns_used
     with torch.no_grad():
@@ -111,8 +111,8 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
 def attend_to(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, noise: Noise | None = None) -> Attended:
     """Return the attention of a prompt's queries over `keys`, by the chosen backend, or by torch if that cannot do it.
 
-    `read_prompt` and `reread_chunk` call it. Nothing but `cache.backend_choice` changes. noise: Triton also returns the
-    log-sum-exp of the logits with noise, for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to
+    `read_prompt` and `reread_chunk` call it. Nothing but `cache.backend_choice` changes. noise: if given, Triton also returns
+    the log-sum-exp of the logits with it, for Keyformer's scores. `padding.attends`: padding after a row's tokens attends to
     them, as in the unpatched model. find_misfit: why flash cannot serve these keys, or None.
     """
     choice, case, padding = call.cache.backend_choice, call.case("prompt", q_BHGQD, keys), call.now.padding
@@ -184,7 +184,7 @@ def _attend_and_sum(call: Call, q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor) ->
 
 
 def _find_spans(call: Call, name: str, rows_BQ: Tensor) -> Tensor:
-    """Return the tensor by which a backend's kernels know a pass's query rows; the first layer makes it for all."""
+    """Return where each text's rows without padding lie, as a backend's kernels take it; the first layer makes it for all."""
     return call.once(f"spans of {rows_BQ.shape[1]} rows", functools.partial(backend(name).spans, rows_BQ))
 
 
@@ -202,7 +202,7 @@ def _find_noise(call: Call, keys: Keys) -> Noise:
 def _find_temperature(call: Call) -> float:
     """Return the temperature of the softmax with noise (Keyformer's) while a prompt is read: that of decode step 0.
 
-    `_find_noise` and `_make_observer` ask. new_tokens: how many generate() will decode, while it rises; None: unknown.
+    `_find_noise` and `_make_observer` ask. new_tokens: how many generate() will decode, over which it rises; None: unknown.
     """
     tau = call.policy.needs.temperature(0, call.cache.plans.new_tokens)
     assert isinstance(tau, int | float)
@@ -273,9 +273,9 @@ def _score_by_window(
     """Return each used slot's score [B,H,T]: the attention that an observation window's rows pay it, summed or folded.
 
     `WindowAttention.read` calls it as `PromptRead.attention`, for the last W rows of a prompt. fold: a function of each block
-    of rows that takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined.
-    `limits.observed`: size of the window at the end of the prompt, whose tokens get no score by a fold. Changes nothing but
-    `cache.backend_choice`.
+    of rows that takes the place of their sum; join: "sum" or "max", by which its results for the blocks are joined. last: the
+    rows are the pass's last, in their order, which makes a mask cheaper. `limits.observed`: size of the window at the end of
+    the prompt, whose tokens get no score by a fold. Changes nothing but `cache.backend_choice`.
     """
     choice, arguments = call.cache.backend_choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:

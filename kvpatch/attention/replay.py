@@ -110,7 +110,7 @@ class _Kernels(torch.autograd.Function):
         """Return the gradients of q, k and v of a replay in training, by kernels, or by torch if these cannot be launched.
 
         Autograd calls it. A query sees the keys that were not evicted when its text was recorded: `deaths` has the position of
-        the first that no longer sees a key. A failed launch is noted in `refusals.known`. None: for the six others.
+        the first that no longer sees a key. A failed launch is noted in `refusals.known`. None: for the five others.
         """
         (q, k, v, out, lse), (positions, deaths, holes, ordered, rows_BQ, geometry, name, case) = ctx.saved_tensors, ctx.rest
         keys = Keys(k, v, positions, holes, 0, ordered, deaths_BHT=deaths)
@@ -123,9 +123,10 @@ class _Kernels(torch.autograd.Function):
 
 
 def _by_torch(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, whole: int = 0) -> Tensor:
-    """Return a replay's output [B,H,G,Q,D]: the first `whole` queries see all before them, others not what was evicted.
+    """Return a replay's output [B,H,G,Q,D], computed by torch: a query sees no key that was evicted before it.
 
-    `ReplayPass.attend` calls it where no kernel can, `_gradients_by_torch` once more. deaths_BHT: when keys were evicted.
+    `ReplayPass.attend` calls it where no kernel can, `_gradients_by_torch` once more. whole: number of first queries that see
+    all keys before them, which costs no mask. deaths_BHT: from which position on a key is evicted.
     """
     outs, n = [], whole
     if n:

@@ -81,7 +81,7 @@ class LayerStack:
     def of(cls, cache: TextState, call: Call, backend: str) -> LayerStack | None:
         """Stack the layers of `cache`, as `_find_stack` asks in a decode step; None if they differ, or cannot act as one.
 
-        why_not: the policy's features that exclude a stack. If the mode `fills_free_slots`, all columns must be in use.
+        why_not: the reason, if the settings exclude a stack. If the mode `fills_free_slots`, all columns must be in use.
         """
         first = cache.layers[0]
         if why_not("stack", cache.settings.list_features()) is not None:
@@ -105,7 +105,7 @@ class LayerStack:
         """Give each layer its part of the stack's free slots, where its next token goes; if tokens are appended, the counts.
 
         `run_step` calls it after the stack has evicted. Sets the layers' `mode.free_BH` and `known_free_slots` (local_LN: the
-        same slots as indices into the layer's flattened slots), or the three counts below.
+        same slots as indices into the layer's flattened slots); or the columns in use, and the steps until heads evict.
         """
         if not self.slots.mode.fills_free_slots:
             for layer in self.layers:

@@ -83,7 +83,7 @@ class Choice:
     def of(self, task: Task, case: Case) -> str:
         """Return the name of the backend for a task, and record it in `ran_last` for the report.
 
-        `attend_to` and `choose_backend` ask. They ask just before the task runs. A new choice is kept in `choices`. While
+        `attend_to` and `choose_backend` call it just before the task runs. A new choice is kept in `choices`. While
         torch.compile traces, only a choice made before is used, and nothing is recorded.
         """
         if torch.compiler.is_compiling():
@@ -92,12 +92,19 @@ class Choice:
         return self.ran_last[task][0]
 
     def instead(self, task: Task, case: Case, name: str, why: str) -> str:
-        """Return another backend for a call that its chosen backend, `name`, has refused; note the reason, `why`."""
+        """Return another backend for a call that its chosen backend, `name`, has refused; note the reason, `why`.
+
+        `attend_to` calls it where flash was chosen for a prompt and cannot serve it. Other calls keep their backend.
+        """
         self.ran_last[task] = self._choose_backend(task, case, {name: why})
         return self.ran_last[task][0]
 
     def record(self, task: Task, name: str, why: str) -> None:
-        """Record a backend that the caller chose itself, and its reason."""
+        """Write to `ran_last`, for the report, that backend `name` runs a task by the caller's own choice.
+
+        `attend_to` and `_raise_scores` call it. why: the reason, or the name of flash's kernel. While torch.compile traces,
+        nothing is written.
+        """
         if not torch.compiler.is_compiling():
             self.ran_last[task] = (name, why)
 
@@ -122,10 +129,14 @@ class Choice:
         return result
 
     def foresee(self, task: Task, case: Case) -> None:
-        """Choose ahead for a step under torch.compile, which cannot choose while it is traced."""
+        """Choose a task's backend before torch.compile traces a decode step, since no choice can be made during the trace.
+
+        The choice is kept in `choices`, where `of` finds it, and in `may_run`, for the report.
+        """
         self.may_run[task] = self._find_choice(task, case)
 
     def _find_choice(self, task: Task, case: Case) -> tuple[str, str]:
+        """Return (backend, why not the preferred ones), chosen when a task first meets a case, and kept in `choices`."""
         if (task, case) not in self.choices:
             self.choices[task, case] = self._choose_backend(task, case)
         return self.choices[task, case]

@@ -1,8 +1,8 @@
 """Entries of a cache: a head's numbers of one token as they are, or rounded to 8 or 4 bits and packed into bytes.
 
 A rounded entry is a row of bytes: the scale of each group of channels, then the zero of each, then the codes. So it is
-gathered, moved, copied and saved as any other row, and what it takes is its width. Keys are rounded by their difference from
-a centre that all keys of a head share: a channel that is large in every key would else take the whole range of its group.
+gathered, moved, copied and saved like any other row. What is rounded of a key is its difference from a centre that all keys of
+a head share: else a channel that is large in every key would take up the whole range of its group.
 
 Where a value is a part of its key (latent attention), the key's entry holds both: nothing else is stored.
 """
@@ -32,11 +32,11 @@ class Exact:
     exact, bits, latent = True, FULL, False
 
     def encode(self, x: Tensor) -> Tensor:
-        """Return the entries of numbers [...,D]."""
+        """Return the entries of numbers [...,D]: the numbers themselves."""
         return x
 
     def decode(self, entries: Tensor) -> Tensor:
-        """Return the numbers [...,D] of entries."""
+        """Return the numbers [...,D] of entries: the entries themselves."""
         return entries
 
     def dot(self, q_NGD: Tensor, entries_NTW: Tensor) -> Tensor:
@@ -48,15 +48,15 @@ class Exact:
         return torch.matmul(p_NGT, entries_NTW)
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return numbers as attention will find them in the cache."""
+        """Return new keys or values as attention will read them from the cache: unchanged, since nothing is rounded."""
         return x
 
     def size(self, entries: Tensor) -> int:
-        """Return D."""
+        """Return D, how many numbers an entry stands for."""
         return entries.shape[-1]
 
     def of(self, heads_N: Tensor | slice) -> Exact:
-        """Return the codec of these heads' entries."""
+        """Return the codec of the entries of some heads: this one, which is the same for all heads."""
         return self
 
 
@@ -142,15 +142,15 @@ class Rounded:
         return scale, zero, self._unpack_codes(entries[..., self.header_bytes :]).to(dtype).unflatten(-1, (self.groups, -1))
 
     def cached(self, x: Tensor) -> Tensor:
-        """Return numbers as attention will find them in the cache."""
+        """Return new keys or values [...,D] as attention will read them from the cache, that is rounded. For scores."""
         return self.decode(self.encode(x))
 
     def size(self, entries: Tensor) -> int:
-        """Return D."""
+        """Return D, how many numbers an entry stands for (its bytes are `width`)."""
         return self.D
 
     def of(self, heads_N: Tensor | slice) -> Rounded:
-        """Return the codec of entries [N,...,width] of these heads, numbered n = b * H + h."""
+        """Return the codec with the centres of some heads alone, for entries [N,...,width]; they are numbered n = b * H + h."""
         return self if self.centre is None else replace(self, centre=self.centre.flatten(0, 1)[heads_N])
 
     def _pack_codes(self, codes: Tensor) -> Tensor:
@@ -179,15 +179,15 @@ class Latent:
 
     @property
     def exact(self) -> bool:
-        """Tell whether the keys' entries are their numbers."""
+        """Tell whether the keys' entries are numbers, not bytes."""
         return self.whole.exact
 
     def within(self, entries: Tensor) -> Tensor:
-        """Return the part of the keys' entries that attention takes for values: a view."""
+        """Return a view of the keys' entries that has the values: their first D numbers, or rounded entries whole."""
         return entries[..., : self.D] if self.exact else entries
 
     def decode(self, entries: Tensor) -> Tensor:
-        """Return the numbers [...,D] of entries."""
+        """Return the values [...,D] of the keys' entries: the first D numbers of each."""
         return self.whole.decode(entries)[..., : self.D]
 
     def mix(self, p_NGT: Tensor, entries_NTW: Tensor) -> Tensor:
@@ -196,17 +196,18 @@ class Latent:
 
     def cached(self, x: Tensor) -> Tensor:
         """Return new values as attention will read them from the cache: the first D channels of keys, rounded. For scores."""
-        if isinstance(whole := self.whole, Exact):  # else round these D channels alone: no group with one scale crosses D
+        if isinstance(whole := self.whole, Exact):
             return x
+        # a codec of these D channels alone rounds them as the whole key's does: each group lies before or after channel D
         centre = None if whole.centre is None else whole.centre[..., : self.D]
         return Rounded(whole.bits, self.D, self.D * whole.groups // whole.D, whole.dtype, centre).cached(x)
 
     def size(self, entries: Tensor) -> int:
-        """Return D."""
+        """Return D, how many numbers a value has."""
         return self.D
 
     def of(self, heads_N: Tensor | slice) -> Latent:
-        """Return the codec of these heads' entries."""
+        """Return the codec with the centres of some heads alone, as `Rounded.of`."""
         return replace(self, whole=self.whole.of(heads_N))
 
 
@@ -245,7 +246,7 @@ def centre_of(codecs: Codecs) -> Tensor | None:
 
 
 def map_centre(codecs: Codecs, change: Callable[[Tensor], Tensor]) -> Codecs:
-    """Return the codecs with change(centre) as the centre, such as of reordered rows; unchanged without a centre."""
+    """Return the codecs with change(centre) in place of the centre, as when rows are reordered; unchanged without a centre."""
     centre = centre_of(codecs)
     return codecs if centre is None else centre_codecs(codecs, change(centre))
 
@@ -263,7 +264,7 @@ def find_midrange(k_BHTD: Tensor, real_BHT: Tensor) -> Tensor:
 
 
 def in_full(codecs: Codecs) -> Codecs:
-    """Return the codecs of the same keys and values in the model's own precision."""
+    """Return codecs that leave the same keys and values in the model's own precision, for a layer that reads a prompt."""
     return (Exact(), Latent(Exact(), codecs[1].D)) if isinstance(codecs[1], Latent) else EXACT
 
 
@@ -278,7 +279,7 @@ def dot(q_NGD: Tensor, entries_NTW: Tensor, codec: Codec) -> Tensor:
 
 
 def mix(p_NGT: Tensor, entries_NTW: Tensor, codec: Codec, dtype: torch.dtype) -> Tensor:
-    """Return a decode step's output [...,G,D] in `dtype`: a cache's values, weighted by the probabilities and summed."""
+    """Return a decode step's output [...,G,D] in `dtype`, for `step`: the sum of cached values, weighted by probabilities."""
     if codec.exact:
         return codec.mix(p_NGT.to(dtype), entries_NTW)
     p_NGT = p_NGT.to(accumulator(dtype))

@@ -137,7 +137,7 @@ class HeadOffsets:
         blocks, (N, G, _) = self.blocks(), q_NGD.shape
         # P blocks of M neighbouring keys, each of one head, and E keys apart for each of N heads (see Blocks)
         inner, edges = self._split_entries(k_FD, codec, q_NGD.dtype)
-        codec_P, codec_N = self._split_codecs(codec)  # each with its heads' centres, the keys' offsets
+        codec_P, codec_N = self._split_codecs(codec)  # each with the centres that its heads' keys are rounded around
         x_PGM, x_NGE = dot(q_NGD.index_select(0, blocks.head_P), inner, codec_P), dot(q_NGD, edges, codec_N)
         # join the products, and bring them into the order of dense slots
         products = torch.cat([rearrange(x, "n g m -> g (n m)") for x in (x_PGM, x_NGE)], 1)
@@ -150,7 +150,7 @@ class HeadOffsets:
         """
         blocks, p_GS = self.blocks(), p_NGT.transpose(0, 1).flatten(1)
         inner, edges = self._split_entries(v_FD, codec, p_NGT.dtype)
-        codec_P, codec_N = self._split_codecs(codec)  # each with its heads' centres, the keys' offsets
+        codec_P, codec_N = self._split_codecs(codec)  # with centres if values are parts of keys (latent attention)
         # weights of the values in P blocks of M, and of the E values apart for each head (see Blocks)
         w_PGM = rearrange(p_GS.index_select(1, self.slot_F[: blocks.whole]), "g (p m) -> p g m", m=BLOCK)
         w_NGE = rearrange(p_GS[:, blocks.edge_slot_NE] * blocks.real_NE, "g n e -> n g e")
@@ -159,7 +159,10 @@ class HeadOffsets:
         return mix(w_NGE, edges, codec_N, w_NGE.dtype).index_add(0, blocks.inner_head, sums)
 
     def _split_codecs(self, codec: Codec) -> tuple[Codec, Codec]:
-        """Return two codecs: for entries in blocks and for those at heads' edges, with the heads' centres in either's order."""
+        """Return the codecs of entries in blocks and of those at heads' edges (see Blocks), for a decode step's products.
+
+        Each has the centres of the heads that own its entries: of every block's head, and of all heads in their order.
+        """
         return codec.of(self.blocks().head_P), codec.of(slice(None))
 
     def _split_entries(self, entries_FD: Tensor, codec: Codec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -195,7 +198,7 @@ class HeadOffsets:
         Args:
             tensor_BHTD: dense keys or values.
             index_BHK: slots to take for each head, in order; they go to the front of its segment.
-            kept_BHK: bool, False for entries of index_BHK to leave out. Free slots are zero.
+            kept_BHK: bool, False for entries of index_BHK to leave out: their places, as all free slots, are filled with zeros.
         """
         # for each flat entry: its head, its column within the head, and the slot that index_BHK has at that column
         H, (head, column) = tensor_BHTD.shape[1], self.places()

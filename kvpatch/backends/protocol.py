@@ -3,13 +3,13 @@
 There are five tasks. A backend is a module that performs some of them; for the others, and for cases that it cannot take,
 `reason` returns why not.
 
-    prompt      all: attend() -> output and, if the kernel returns it, the log-sum-exp of every row; triton also that of the
-                noisy logits
+    prompt      all three backends: attend() -> output and, if the kernel returns it, the log-sum-exp of every row; triton also
+                that of the noisy logits
     statistics  triton: statistics() -> sums of the probabilities per key; torch: observe() passes the probabilities block by
                 block to an observer, for any sum that a policy defines; both: window_sums() of a few rows
     replay      all rows of a text whose keys die, with gradients. triton: attend() and gradients(); torch: attend()
     decode      one token over dense slots. triton: step() writes, attends, observes and evicts; torch: step() attends
-    ragged      one token over heads that hold different numbers of tokens: the same, and flash: ragged_step() attends
+    ragged      one token over heads that hold different numbers of tokens: as decode, and flash: ragged_step() attends
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Keys:
         ordered: whether those columns are in text order.
         head_offsets: offsets of the heads if they hold different numbers of tokens.
         grown: slots that every head has taken since the offsets were made; None if heads fill up unevenly.
-        codecs: of keys and values: they are entries of these.
+        codecs: what the entries of keys and values mean: numbers, or bytes to be unpacked.
         deaths_BHT: int32, position of the first query that no longer sees a key, in a replay; None: each sees all.
     """
 
@@ -154,7 +154,7 @@ class Case:
         dtype: of queries, keys and values.
         head_dim: D, of queries and keys.
         group: G, query heads per KV head.
-        alibi: positions are ALiBi biases.
+        alibi: positions act on the logits, as ALiBi's biases.
         window: there is a window shorter than the text.
         padding: some keys are empty.
         past: there are keys before this piece of the prompt.
@@ -162,7 +162,7 @@ class Case:
         scores: probabilities are needed, of a step or of all rows of a prompt.
         statistics: names of the sums over probabilities, each with the kernels' name of the same computation, or None if only
             torch computes it.
-        fresh: noise is needed for every query and key.
+        fresh: the policy's statistic draws new noise for every pair of query and key.
         renumbered: positions are ranks among the held tokens, new at every step.
         special: names of Geometry's variants: the cap of logits, attention sinks, coarse ALiBi, chunks shorter than the text.
         bits: of the entries of keys and values: 16, or rounded to 8 or 4.
@@ -207,12 +207,12 @@ class KeyValues(Protocol):
     codecs: Codecs
 
     def locate_entries(self) -> Memory:
-        """Return where they lie."""
+        """Return where the keys and values lie, for a kernel of a decode step."""
         ...
 
 
 class FreeSlots(Protocol):
-    """free_BH: the slot of each head that the next token goes to."""
+    """Mode of a layer in which each head has a free slot, `free_BH`, that the next token goes to."""
 
     free_BH: Tensor
 
@@ -228,10 +228,10 @@ class StepSlots(Protocol):
 
     @property
     def kv(self) -> KeyValues:
-        """Keys and values."""
+        """Keys and values, as the layer stores them."""
         ...
 
     @property
     def mode(self) -> FreeSlots:
-        """The slot of each head that the next token goes to."""
+        """Mode of the layer, which names the slot of each head that the next token goes to."""
         ...

@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 def remember(kernel: str, case: Case | None, error: Exception, then: str) -> None:
-    """Note that a kernel refused a case, and say so in the log. then: what becomes of attention, and what to do."""
+    """Write to `known` that a kernel refused a case, and log a warning: `Choice` and flash's `reason` then pass it over.
+
+    case: None for flash's decode steps over ragged heads. then: end of the warning, what happens instead, and what to do.
+    """
     known[kernel, case] = " ".join(str(error).split())
     _LOG.warning("[kvpatch] %s refused (%s); %s", kernel, known[kernel, case], then)
 
@@ -33,8 +36,8 @@ def attempt(
 ) -> T | None:
     """Run a kernel and return its result; if its first launch for this case fails, log and remember it, and return None.
 
-    `Choice.attempt` calls it. Later launches are not guarded: their errors are raised. FATAL: errors that every kernel would
-    raise.
+    `Choice.attempt` calls it. Later launches are not guarded: their errors are raised. So are FATAL errors, such as a lack of
+    memory, which every kernel would raise.
 
     Args:
         kernel: name.

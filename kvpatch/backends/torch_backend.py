@@ -40,7 +40,11 @@ UNCOUNTED = torch.empty(0, device="cpu")  # in place of the keys that each row a
 
 @dataclass
 class ProbabilityRows:
-    """Probabilities of some heads of the flattened B*H, query rows and key columns; a `stop` is one past the last."""
+    """A block of a prompt's attention probabilities, which `observe` hands to its observer.
+
+    The block has some heads of the flattened B*H, some query rows and some key columns; a `stop` is one past the last. keys_NR:
+    the number of keys that each row attends to; empty unless `observe` counts them.
+    """
 
     first_head: int
     stop_head: int
@@ -128,7 +132,7 @@ def _attend_cpu(q_BNQD: Tensor, keys: Keys, geometry: Geometry) -> tuple[Tensor,
 
 
 def attends_before(q_BHGQD: Tensor, keys: Keys, geometry: Geometry) -> bool:
-    """Tell whether `attend_before` has a kernel for rows that see all of these keys."""
+    """Tell whether `attend_before` has a kernel for these queries and keys; `reread_chunk` asks."""
     return q_BHGQD.device.type == "cpu" and geometry.plain and _all_see_the_past(keys, geometry)
 
 
@@ -240,7 +244,10 @@ def _attend_in_blocks(
 
 
 def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, stop) of a prompt's rows, for `_attend_masked`: blocks whose masks for `heads` heads are bounded."""
+    """Yield blocks [start, stop) of a prompt's rows, so short that their masks, one for each of `heads` heads, are bounded.
+
+    `_attend_masked` and `_attend_special` attend to the prompt block by block.
+    """
     most, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
         lo, hi = _find_columns(keys, geometry, start, start)  # columns before the block; its R rows see R more
@@ -307,7 +314,7 @@ def _find_alibi(slopes: Tensor, positions: Tensor, origin: Tensor, geometry: Geo
 
 
 def _cap_logits(x: Tensor, geometry: Geometry) -> Tensor:
-    """Cap scaled logits if the layer has a softcap."""
+    """Return scaled logits, capped if the layer has a softcap (as Gemma 2's layers have)."""
     return x if geometry.softcap is None else geometry.softcap * torch.tanh(x / geometry.softcap)
 
 
@@ -326,7 +333,7 @@ def weigh_logits(x: Tensor, geometry: Geometry, sinks: Tensor | None = None) -> 
 
 
 def sum_logits(x: Tensor, geometry: Geometry) -> Tensor:
-    """Return the log-sum-exp of logits [B,H,G,...,M], attention sinks included."""
+    """Return the log-sum-exp [B,H,G,R] of logits [B,H,G,R,M] over the M keys of each of R rows, attention sinks included."""
     lse = x.logsumexp(-1)
     return lse if geometry.sinks_HG is None else torch.logaddexp(lse, geometry.sinks_HG[..., None].to(x.dtype))
 
@@ -407,7 +414,7 @@ def observe(
         for start, stop in _row_blocks(ends, budget // (2 * G), G)
     ]
     most = max(((stop - start) * (hi - lo) for start, stop, lo, hi in blocks), default=1)
-    heads = min(round(budget / (G * most)), B * H)  # two where blocks are as large as they get
+    heads = min(round(budget / (G * most)), B * H)  # two, if a head's largest block is half the budget, as it is meant to be
     heads = heads // threads * threads or 1
     # one buffer for the logits of all blocks: each new one would be mapped and cleared first, which costs as much as a product
     buffer = torch.empty(heads * G * most, dtype=dtype, device=q_BHGQD.device)
@@ -428,11 +435,11 @@ def observe(
             mask.apply(x, n0, n1, start, stop, lo, hi)
             seen_NR = mask.count(x, start, stop) if count else UNCOUNTED  # UNCOUNTED: an empty tensor
             if count and lse_NGQ is not None:
-                # a row's only key has 1 by definition; exp(x - lse) may round above it, as if it had more than its share
+                # a row's only key has probability 1; exp(x - lse) may round above 1, which would count as more than its share
                 seen_NR = seen_NR.masked_fill(seen_NR == 1, 0)
             # probabilities, in place
             if lse_NGQ is None and on_cpu and geometry.sinks_HG is None:
-                p = torch.softmax(x, -1, out=x)  # a second block would not fit into the core's cache
+                p = torch.softmax(x, -1, out=x)  # in place: a second block would not fit into the core's cache
             elif lse_NGQ is None:
                 p = weigh_logits(x, geometry, None if sinks_NG11 is None else sinks_NG11[n0:n1])
             else:
@@ -462,10 +469,11 @@ def _clear_smallest(p_NGRM: Tensor) -> None:
 def _multiply_rows(
     a_NLK: Tensor, b_NKM: Tensor, parts: int, out_NLM: Tensor, scale: float = 1.0, minus: bool = False
 ) -> Tensor:
-    """Write scale * a @ b to `out_NLM` and return it, for a block of `observe`; minus: subtract what `out_NLM` held before.
+    """Write scale * a @ b to `out_NLM` and return it, for a block of `observe`: its logits, or its part of the output.
 
-    parts: a single matrix (N = 1) is cut into so many blocks of rows, a batch: the CPU's library gives each matrix of a batch
-    to a thread of its own, and shares out a single one less well.
+    minus: subtract what `out_NLM` held before, the rows' log-sum-exp, so that exp() gives probabilities. parts: a single
+    matrix (N = 1) is cut into so many blocks of rows, a batch: the CPU's library gives each matrix of a batch to a thread of
+    its own, and shares out a single one less well.
     """
     out = out_NLM
     if parts > 1:
@@ -595,7 +603,10 @@ def find_greatest(
 
 
 def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geometry, factor_BQ: Tensor | None) -> Tensor:
-    """Return what `find_greatest` returns, for layers with a window, ALiBi or capped logits, or without a log-sum-exp."""
+    """Return what `find_greatest` returns, which calls it for a window, ALiBi, capped logits, or without a log-sum-exp.
+
+    The probabilities of all rows are computed block by block, by `observe`, also over the rows' own keys.
+    """
     (B, H, G, Q, _), past = q_BHGQD.shape, keys.columns_before
     most_NGT = torch.zeros(B * H, G, past, dtype=accumulator(q_BHGQD.dtype), device=q_BHGQD.device)
     factor_NQ = None
@@ -615,7 +626,10 @@ def _greatest_of_all(q_BHGQD: Tensor, keys: Keys, rows_BQ: Tensor, geometry: Geo
 
 
 def _size_blocks(N: int, keys: int, on_cpu: bool) -> tuple[int, int]:
-    """Return how many of N heads and how many rows make one block of logits over `keys` keys, for `find_greatest`."""
+    """Return how many of N heads and how many rows make one block of logits over `keys` keys, for `find_greatest`.
+
+    On the CPU a block has one head and 32 to 256 rows; on other devices it has 64 rows or more, and the heads that then fit.
+    """
     if on_cpu:
         return 1, max(32, min(256, CPU_BLOCK // keys))
     heads = max(1, min(N, DEVICE_BLOCK // (64 * keys)))
@@ -642,6 +656,7 @@ def window_sums(
     total_NT = torch.zeros(B * H, T, dtype=accumulator(q_BHGWD.dtype), device=q_BHGWD.device)
 
     def add(rows: ProbabilityRows) -> None:
+        """Add a block's probabilities, summed over its rows and query heads, to `total_NT` in place; `observe` calls it."""
         total_NT[rows.first_head : rows.stop_head, rows.first_column : rows.stop_column] += rows.p_NGRM.sum((1, 2))
 
     observe(q_BHGWD, keys, rows_BW, geometry, lse_BHGW, add, ends=_find_ends(keys, W, last))
@@ -683,6 +698,7 @@ def window_folds(
         p = p.gather(-1, order_NT[heads, None, None].expand_as(p))  # columns in text order
 
         def values() -> Tensor:
+            """Return the values of the block's heads in text order; `fold` asks if it needs them."""
             return v_NTD[heads].gather(1, order_NT[heads, :, None].expand(-1, -1, v_NTD.shape[-1]))
 
         found_NT[heads] = join(found_NT[heads], fold(Observed(p, candidate_NT[heads], values)))
@@ -746,7 +762,7 @@ def step(
     out = None
     # torch's kernel takes dense unrounded keys and no special logits; ALiBi's bias is too coarse in half precision
     fused = offsets is None and geometry.plain and keys.exact and not (half and geometry.slopes_HG is not None)
-    if fused and (half or not probabilities):
+    if fused and (half or not probabilities):  # in full precision, probabilities that are wanted serve for the output too
         out = F.scaled_dot_product_attention(q_BHGD, keys.k_BHTD, keys.v_BHTD, attn_mask=bias, scale=geometry.scale)
         if not probabilities:
             return out, None

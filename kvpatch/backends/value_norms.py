@@ -52,7 +52,7 @@ def projected_norms(v_BHTD: Tensor, rows_HGDE: Tensor, norm: int, wanted_BHT: Te
 def head_norms(v_HTD: Tensor, rows_HGDE: Tensor, norm: int, out_NT: Tensor) -> None:
     """Write the norms ||v W_O|| of a few tokens to `out_NT` [H*G,T]: a row for each query head.
 
-    `Call.write_norms` calls it in each decode step, and `projected_norms` where few tokens are wanted. norm: 1 or 2.
+    `Call.write_norms` calls it in each decode step, and `projected_norms` where a text is short. norm: 1 or 2.
     """
     (_, T, _), (_, G, _, E) = v_HTD.shape, rows_HGDE.shape
     v_NTD = v_HTD if G == 1 else v_HTD.repeat_interleave(G, 0)
@@ -66,14 +66,12 @@ def head_norms(v_HTD: Tensor, rows_HGDE: Tensor, norm: int, out_NT: Tensor) -> N
 
 
 def _choose_block(device: torch.device) -> int:
+    """Return how many elements of projected values may exist at a time on this device."""
     return CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
 
 
 def _multiply_values(v_NTD: Tensor, rows_NDE: Tensor) -> Tensor:
-    """Return projected values v W_O, for `head_norms` and `_norm_many`.
-
-    They are in the dtype of scores (float32 if 16 bits).
-    """
+    """Return projected values v W_O, for `head_norms` and `_norm_many`, in float32 if values have 16 bits."""
     dtype, device = accumulator(v_NTD.dtype), v_NTD.device
     if v_NTD.dtype == rows_NDE.dtype != dtype and device.type in WIDE_SUMS:  # 16 bits, float32 sums
         return torch.bmm(v_NTD, rows_NDE.to(device), out_dtype=dtype)

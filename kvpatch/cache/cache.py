@@ -46,7 +46,7 @@ class EvictingCache(TextState):
 
     @property
     def is_compileable(self) -> bool:
-        """True if generate() may compile the decode step by itself."""
+        """True if generate() may compile the decode step: buffers keep their size, and each of the decoder's layers is here."""
         return self.plans.static_room is not None and self.settings.layer_numbers is None
 
     @property
@@ -88,8 +88,8 @@ class EvictingCache(TextState):
     def check_invariants(self) -> None:
         """Check the invariants that hold between passes; waits for the device.
 
-        Positions are unique and real, budgets are kept, and counters agree with the slots. Allocated slots exceed the tokens
-        held by at most 1/16, or 8 entries per head if that is more.
+        A head's positions are all different and of tokens that were read, budgets are kept, and counters agree with the slots.
+        Allocated slots exceed the tokens held by at most 1/16, or 8 entries per head if that is more.
 
         Raises:
             InvalidError: an invariant is broken, which is a defect of this library.
@@ -185,8 +185,8 @@ class EvictingCache(TextState):
     def _map_rows(self, what: str, change: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor whose first axis is the batch by `change` of it, which selects, reorders or repeats rows.
 
-        `select_rows` and the methods below call it. what: the method, for errors. Of concatenated texts, whose rows differ in
-        length, the longest row left sets the counters of columns and steps; so they shrink when a longer one goes.
+        `select_rows`, `reorder_cache` and the batch_ methods call it. what: the method, for errors. If texts were concatenated,
+        rows differ in length: the longest row left sets the counters of columns and steps, which shrink when a longer one goes.
         """
         with self.changing(what):
             self.catch_up()
@@ -205,7 +205,7 @@ class EvictingCache(TextState):
             counters.steps_behind_B, counters.temperature_steps_B = (None if one is None else change(one) for one in pair)
             self.rows.gaps_B = None if self.rows.gaps_B is None else change(self.rows.gaps_B)  # padding after tokens
             self.ids = self.ids.map_rows(change)
-            self.model_stamp = None if self.model_stamp is None else self.model_stamp.map_rows(change)  # of the model
+            self.model_stamp = None if self.model_stamp is None else self.model_stamp.map_rows(change)  # who read them
             if counters.tensors_or_none is not None:
                 counters.tensors_or_none.tape_BN = change(counters.tensors_or_none.tape_BN)  # ids of the newest compiled steps
             self.lifetimes = None if self.lifetimes is None else self.lifetimes.map_rows(change)
@@ -223,7 +223,7 @@ class EvictingCache(TextState):
 
     @writable
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Put row `beam_idx[i]` at row i, for beam search after each step. `lifetimes` keeps `dropped_rows` for replay()."""
+        """Put row `beam_idx[i]` at row i, after each step of beam search. `lifetimes` keeps dropped rows, for records."""
         self.refuse_unfinished()
         checks.check_beams(beam_idx, self.seen_B)
         lost = None if self.lifetimes is None or self.seen_B is None else self.lifetimes.select_dropped(beam_idx, self.seen_B)
@@ -248,7 +248,8 @@ class EvictingCache(TextState):
     def _may_shrink(self, before_B: Tensor | None) -> bool:
         """Tell `_map_rows` if fewer slots may be enough: some head may have empty ones, and rows can differ.
 
-        before_B: lengths before. If they stay, beams may only have been reordered, unless rows may hold unequally many tokens.
+        before_B: tokens of each row before the change. If rows of the same lengths remain, they may only have been reordered,
+        which leaves no slot empty, unless rows of one length can hold different numbers of tokens (`may_differ`).
         """
         if before_B is None or self.seen_B is None or not any(layer.may_have_empty for layer in self.layers):
             return False

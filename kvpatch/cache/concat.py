@@ -195,7 +195,7 @@ def _make_buffers(new: SlotLayer, parts: list[SlotLayer], counts: list[int], goa
     like = parts[0]
     H, B = like.positions.shape[1], len(counts) // like.positions.shape[1]
     centres = [part.kv.centre for part in parts if part.kv.centre is not None]
-    centre_BH1D = torch.cat(centres) if centres else None  # that keys of 8 or 4 bits are rounded around
+    centre_BH1D = torch.cat(centres) if centres else None  # what keys of 8 or 4 bits are rounded around
     # dense or ragged, with spare slots for coming tokens; exactly: a ragged layout, too, gets all spare slots
     new.kv = slots.empty(like.kv, B, H, plan(counts, goals, new.count_spare, exactly=new.evict_interval > 1), centre_BH1D)
     C = new.kv.width  # slots of each head, of the longest if ragged

@@ -11,7 +11,7 @@ from .token_ids import TAPE, UNKNOWN
 
 
 class DeviceCounters:
-    """Counters as 0-d tensors for steps under torch.compile, which advance them; any other pass sets them at its end.
+    """Counters for decode steps under torch.compile, as 0-d tensors: such steps advance them, other passes set them at the end.
 
     columns: columns read, int64; limit: columns up to which there is room, int64. steps: decode steps since the prompt,
     float32; temperature_steps: over which a score's temperature changes, float32. tape_BN: ids of the newest traced steps,
@@ -19,6 +19,7 @@ class DeviceCounters:
     """
 
     def __init__(self, device: torch.device, B: int, room: int) -> None:
+        """Make the counters, all 0, on a device. B: batch rows. room: steps whose ids the tape must hold, if more than TAPE."""
         self.columns, self.limit = (torch.zeros((), dtype=torch.long, device=device) for _ in range(2))
         self.steps, self.temperature_steps = torch.zeros((), device=device), torch.zeros((), device=device)
         self.tape_BN = torch.full((B, max(TAPE, room)), UNKNOWN, device=device)

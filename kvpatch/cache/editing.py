@@ -77,7 +77,8 @@ def check_state(cache: TextState, what: str) -> None:
 def mark_gone(cache: TextState, spans: Sequence[Span], row: int | None, what: str) -> Tensor:
     """Check spans, and mark their positions in each row's text: bool [B,T] on the CPU.
 
-    `forget` and `check_replaced` call it. row: None for all. KVPatchError for spans that are not of the text. what: the call.
+    `forget` and `check_replaced` call it. Raises KVPatchError if a span is malformed, overlaps another or ends after the text.
+    row: the batch row that the spans are of; None for all. what: the call, for errors.
     """
     lengths, row, given = cache.read_B.tolist(), checks.read_whole(row), as_python(spans)
     if row is not None and (type(row) is not int or not 0 <= row < len(lengths)):

@@ -125,7 +125,7 @@ class Forward:
         return self.repeat is not None or self.edit is not None
 
     def copy(self, values: list[int], device: torch.device) -> Tensor:
-        """Return numbers of the batch rows [B] on a layer's device, copied once for all layers."""
+        """Return numbers, of batch rows or heads, as a 1-D tensor on a layer's device; equal lists are copied once a pass."""
         return self.once(tuple(values), device, partial(on_device, values, device))
 
     def index_column(self, index: int, like_BHC: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def split_blocks(now: Forward, block: int, before_B: list[int]) -> list[Forward]
                 keeps_all=now.keeps_all,
                 rows_B=rows_B,
                 final=now.ends_prompt and stop == P,
-                reserve=min(block, P - stop) or block,  # columns that the next block needs
+                reserve=min(block, P - stop) or block,  # columns that the next block needs, perhaps of a later pass
                 repeatable=now.repeatable,  # for gradient checkpointing
                 rotary_table=now.rotary_table,
                 quota_span_BQ=None if span_BQ is None else span_BQ[:, start:stop],

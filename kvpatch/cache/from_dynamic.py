@@ -20,8 +20,8 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
     """Copy the keys and values of `past`, a user's cache of an unpatched model, into an empty `cache`, to go on from it.
 
     new_cache(past=), compress() and generate() call this. Nothing is evicted until more of the prompt has been read, or
-    compress() ends it. mask_BT: padding mask. ids_known: the tokens of `past` are known,
-    to policies that read a prompt a second time.
+    compress() ends it. mask_BT: padding mask. ids_known: the caller knows the token ids of `past`, which a policy needs that
+    reads a prompt a second time.
 
     Raises:
         KVPatchError: the policy needs more than keys and values, or `past` has dropped tokens.
@@ -47,7 +47,8 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
 def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int, mask_BT: Tensor | None) -> None:
     """Append a user's keys and values [B,H,T,D] to the layers of an empty cache, and set its rows' lengths and padding.
 
-    `absorb` calls it. taken: of each layer; they are the last T of `seen` columns. mask_BT: False for padding.
+    `absorb` calls it. taken: the pair of each layer, of the last T of `seen` columns; T < seen under a sliding window. mask_BT:
+    False for padding.
     """
     cache.count_in(taken[0][0].dtype)  # turns a budget in bytes into tokens
     for index, (layer, (keys, values)) in enumerate(zip(cache.layers, taken, strict=True)):

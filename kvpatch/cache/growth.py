@@ -47,7 +47,8 @@ def plan(counts: list[int], goals: list[int] | None, more: Callable[[int], int] 
     None: nothing is evicted. more: returns how many coming tokens a head of so many tokens gets room for. exactly: a ragged
     layer gets room for all of these; else it starts with half.
     """
-    # an evicting head needs a slot for the next token; while heads fill up, LEAST slots of waste per head are no reason
+    # dense slots waste those that other heads need; a layer is ragged if that is more than 1 in SPARE, and, while heads fill
+    # up, more than LEAST per head. An evicting head needs a slot for the next token
     fills = goals is not None and any(count + 1 < goal for count, goal in zip(counts, goals, strict=True))
     needs = counts if goals is None else [count + 1 for count in counts]
     waste = max(needs) * len(needs) - sum(needs)  # of dense slots: as many for every head

@@ -34,10 +34,10 @@ class PinnedRows:
         self.rows_NE[: len(old_NE)] = old_NE
 
     def release(self) -> None:
-        """Keep all: this memory is the rows' only place."""
+        """Do nothing: the rows exist only in this memory, while MappedRows has a file from which they can be read again."""
 
     def wait(self) -> None:
-        """Wait for the copies from a device."""
+        """Wait for the copies from and to a device that still run."""
         if self.pinned:
             torch.cuda.synchronize()
 
@@ -192,21 +192,25 @@ class HostLayer(CacheLayerMixin):
         new = HostLayer(self.folder)
         if self.is_initialized:
             self.store.wait()
-            new.begin(self.sizes, self.dtype, self.device)  # not of the host's tensors: these are no device's
+            new.begin(self.sizes, self.dtype, self.device)  # device: of the layer's attention; the rows are on the host
             new.append(*self.view(self.used_TE))
         return new
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the mask that transformers makes: over all tokens held and the new ones."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
+        """Return the number of tokens held."""
         return self.length
 
     def get_max_length(self) -> int:
+        """Return -1, which tells transformers that a text may have any length."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in transformers 5.15
 
     def reset(self) -> None:
+        """Empty the layer and drop its store; the next text's first tokens make another."""
         self.length, self.is_initialized = 0, False
         vars(self).pop("store", None)  # the next text may be of another dtype

@@ -164,7 +164,7 @@ class _LayerState:
         must(self.held_BH >= self.seen_B11[..., 0].clamp(max=least), f"a head holds fewer than {least} tokens")
         first, used = layer.first_croppable, layer.columns_used
         must(first <= used, f"{first} columns cannot be cropped, but only {used} are in use")
-        if layer.in_text_order:  # and without gaps
+        if layer.in_text_order:  # and without gaps between tokens
             oldest = p.masked_fill(~self.occupied, torch.iinfo(p.dtype).max).amin(-1, keepdim=True)
             rank = self.occupied.long().cumsum(-1) + oldest - 1
             must((layer.positions == rank) | ~self.occupied, "positions are not consecutive")

@@ -40,9 +40,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     """One layer's keys and values in `kv` (slots.py), and the state beside them. `columns_used` of C columns are in use.
 
     mode: where the next token goes (modes.py). positions [B,H,C] int64, -1 for an empty slot. state: tensors [B,H,C] or
-    [B,H,C,G] beside the keys. columns_read: of the text. may_have_empty: a used slot may be empty while a query attends
-    (padding, rows with different budgets). in_text_order: without gaps, too. first_croppable: the columns before it cannot be
-    cropped, because an eviction chose them or some rows' padding lies there.
+    [B,H,C,G] beside the keys. columns_read: columns of the text read so far, padding included. may_have_empty: a used slot may
+    be empty while a query attends (padding, rows with different budgets). in_text_order: columns hold the tokens in the text's
+    order, without gaps between them. first_croppable: the columns before it cannot be cropped, because an eviction chose them
+    or some rows' padding lies there.
     """
 
     def __init__(self, statistics: tuple[str, ...] = (), bits: int = FULL, every: int = 1, latent: bool = False) -> None:
@@ -115,27 +116,31 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         )
 
     def get_seq_length(self) -> int:
+        """Return the columns read, evicted tokens and padding included: transformers numbers new tokens by it."""
         return self.columns_read
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return length and offset of the mask that transformers makes: it covers the whole text, evicted tokens too."""
         return self.columns_read + int(query_length), 0
 
     def get_max_length(self) -> int:
+        """Return -1, which tells transformers that a text may have any length."""
         return -1
 
     @property
     def own_budget_BH1(self) -> Tensor:
-        """`keep_BH1` of a layer that evicts while decoding."""
+        """Tokens that each head may hold while decoding: `keep_BH1`, which is set in every layer that then evicts."""
         assert self.keep_BH1 is not None
         return self.keep_BH1
 
     @property
     def own_limits(self) -> Limits:
-        """`limits` of a layer whose policy has acted."""
+        """Sizes that are protected from eviction: `limits`, which `set_limits` sets as an evicting layer's prompt ends."""
         assert self.limits is not None
         return self.limits
 
     def activate_past_recording(self) -> None:
+        """Have decode steps logged from now on, so that crop() can take them back (see `log_undo`)."""
         self.record_past = True
 
     @property
@@ -160,7 +165,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         if not self.is_initialized:
             return
         self.kv = self.kv.map_rows(change, *self.positions.shape[:2])
-        per_head = (one.name for one in HEAD_TENSORS)  # with a number per head
+        per_head = (one.name for one in HEAD_TENSORS)  # attributes with a number for each head
         for name in ("positions", "state", "limits", "need_notes", *per_head):
             setattr(self, name, change_tensors(getattr(self, name), change))
         self.mode.change_rows(change)
@@ -175,14 +180,18 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- writing ----
 
     def reserve(self, columns: int, most: list[int] | None = None) -> None:
-        """Move to larger buffers if these have fewer than `columns` columns. most: a list of the most that are ever needed."""
+        """Move to larger buffers, with spare columns, if these have fewer than `columns` columns.
+
+        most: a list of one number, the columns that are ever needed, which bounds the spare ones; None: no bound is known.
+        """
         if columns > self.positions.shape[2]:
             self.resize_slots([max(capacities([columns], most, self.count_spare(columns))[0], columns)])
 
     def resize_slots(self, capacities: list[int], goals: list[int] | None = None) -> None:
         """Move used columns to larger or smaller buffers. Replaces `kv`, `positions` and `state`.
 
-        `reserve`, `allocate` and `give_back_slots` call it. goals: slots of each head at its budget, if ragged.
+        `reserve`, `allocate`, `give_back_slots` and `_move_slots` call it. capacities: new slots of each head, or one number
+        for all heads of dense buffers. goals: slots of each head at its budget, if ragged.
         """
         with torch.inference_mode(False), torch.no_grad():  # buffers stay writable outside inference mode
             self.kv = self.kv.resized(capacities, goals, self.columns_used)
@@ -192,7 +201,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.known_free_slots = None
 
     def _make_slots(self, keys: Tensor, values: Tensor) -> Slots:
-        """Return the slots of a first prompt's columns."""
+        """Return slots that hold a first prompt's keys and values, in memory of the layer's own, or an engine's (`storage`)."""
         return make_prompt_slots(keys, values, self.bits, self.latent) if self.storage is None else self.storage(keys, values)
 
     def adopt(self, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor, entry: dict[str, Tensor]) -> None:
@@ -251,7 +260,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.write_entry(entry)
             if positions_B1 is not None:
                 self.write_position(positions_B1)
-        elif positions_B1 is None:
+        elif positions_B1 is None:  # of a stack: the buffers have room (`settled`), and only this layer's part is written
             self.kv.make_dense(*k_BH1D.shape[:2]).append(self.columns_used, k_BH1D, v_BH1D)
             self.write_entry(entry)
             self.columns_used += 1
@@ -314,7 +323,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.known_free_slots[1]
 
     def free_rows(self) -> Tensor:
-        """Return the free slots as indices [B*H] into the rows of keys and values."""
+        """Return each head's free slot as an index [B*H] into the flattened keys and values, for `write` and the undo log.
+
+        Ragged or paged storage places heads otherwise than `positions`, into which `free_slots` returns indices.
+        """
         return self.kv.rows(self.mode.free_BH, self.free_slots())
 
     def _find_head_starts(self) -> Tensor:
@@ -335,7 +347,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return *self.kv.view(T), self.positions[:, :, :T]
 
     def outline_view(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tensors of the shapes and positions of `view`, without unpacking keys and values."""
+        """Return tensors of the shapes of `view`'s keys and values, not always with their contents, and its positions.
+
+        `Call.keys` asks when a backend is to be chosen: storage that would have to be copied for a view is not copied.
+        """
         return *self.kv.outline_view(self.columns_used), self.positions[:, :, : self.columns_used]
 
     def state_view(self) -> dict[str, Tensor]:
@@ -359,12 +374,12 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._cut_graph(index_BHK)  # keys and values with their autograd history
         with torch.no_grad():
             self.kv = self.kv.make_dense(*index_BHK.shape[:2])
-            self.kv.fix_centre(self.positions[:, :, : self.columns_used])  # that keys of 8 or 4 bits are rounded around
+            self.kv.fix_centre(self.positions[:, :, : self.columns_used])  # sets what keys of 8 or 4 bits are rounded around
             self.kv = self.kv.move_to_front(index_BHK, kept_BHK, layout)
             C, K = self.kv.width, index_BHK.shape[-1]  # slots, and tokens kept, of each head
             self.positions = collect_entries(self.positions, index_BHK, C, -1)
             self.state = {name: collect_entries(tensor, index_BHK, C, 0) for name, tensor in self.state.items()}
-        self.columns_used = self.first_croppable = K  # crop() leaves them all
+        self.columns_used = self.first_croppable = K  # crop() can take back none of them
         self._round_graph()
         self.in_text_order, self.known_free_slots = False, None
         if kept_BHK is not None:
@@ -394,7 +409,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `allocate` and `_keep_all` call it. Replaces `kv`, `positions` and `state`, if the slots become others.
         """
-        self.kv.fix_centre(self.positions[:, :, : self.columns_used])  # that keys are rounded around
+        self.kv.fix_centre(self.positions[:, :, : self.columns_used])  # sets what keys are rounded around
         rounded = self.kv.close_columns(self.columns_used)
         if rounded is not self.kv:  # in new buffers, of the used columns alone
             self.kv, self.positions = rounded, self.positions[:, :, : self.columns_used]
@@ -418,15 +433,18 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self.kv = open_slots(self.kv)
 
     def start_appending(self) -> None:
-        """End a prompt: tokens are appended after it."""
+        """Set `mode` to Appending where a prompt ends: later tokens go after the used columns, and none is evicted."""
         self.mode = Appending()
 
     def start_filling(self, steps: int) -> None:
-        """End a prompt: tokens are appended until all heads have reached their budget, after so many steps."""
+        """Set `mode` to Filling where a prompt ends: tokens are appended for `steps` steps, until all heads are at budget."""
         self.mode = Filling(steps)
 
     def start_growing(self, next_BH: Tensor, counts: list[int]) -> None:
-        """End a prompt: tokens go into slots, starting with these, and none is evicted. counts: see `measure_room`."""
+        """Set `mode` to Growing where a prompt ends: tokens go into each head's slots from `next_BH` on, and none is evicted.
+
+        `_start_keeping` and `_set_mode` call it. counts: slots that each head has taken.
+        """
         self._open_slots(Growing(next_BH), counts, None)
 
     def start_evicting(self, steps: int, counts: list[int], goals: list[int] | None, next_BH: Tensor | None = None) -> None:
@@ -436,8 +454,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         budget. counts: tokens of each head. goals: slots of each head at its budget. next_BH: the first empty slot of each
         head, if it is known, which saves launches.
         """
-        # which also measures the room for coming tokens
         next_BH = self.empty_slots() if next_BH is None else next_BH
+        # also measures the room for coming tokens
         self._open_slots(Evicting(next_BH, steps_until_full=steps), counts, goals)
 
     def start_moving(self, counts: list[int], goals: list[int] | None) -> None:
@@ -451,10 +469,14 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         self._open_slots(Moving(self.empty_slots(), packed_BH=self._by_head(counts)), counts, goals)
 
     def _by_head(self, counts: list[int]) -> Tensor:
+        """Return a number of each head, listed in the order b * H + h, as a tensor [B,H]."""
         return torch.tensor(counts, device=self.positions.device).view(self.positions.shape[:2])
 
     def _open_slots(self, mode: Growing | Evicting | Moving, counts: list[int], goals: list[int] | None) -> None:
-        """Set a mode in which every column is a slot; queries do not see the empty ones. counts, goals: see `measure_room`."""
+        """Set a mode in which every column is a slot, and measure the room for coming tokens; queries see no empty slot.
+
+        `start_growing`, `start_evicting` and `start_moving` call it. counts, goals: as `measure_room` takes them.
+        """
         self.columns_used, self.in_text_order, self.mode = self.positions.shape[2], False, mode
         self.measure_room(counts, goals)
 
@@ -466,7 +488,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- growing ----
 
     def counts(self) -> list[int]:
-        """Count the slots that each head has taken; waits for the device."""
+        """Count the slots that each head has taken, in the order b * H + h; waits for the device.
+
+        In mode Growing these are all slots before the next token's, some of which padding may have left empty.
+        """
         taken = self.mode.free_BH if isinstance(self.mode, Growing) else (self.positions >= 0).sum(-1)
         return taken.flatten().tolist()
 
@@ -514,7 +539,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `measure_room` calls it after slots were moved, and `contents.check_cache` as a saved cache is loaded. Sets the mode's
         `has_short_heads`, and in mode Evicting `all_heads_short`. goals: slots that each head needs at its budget, in the order
-        b * H + h; asked of `list_slot_goals` if not given. If nothing is evicted there are none, and all heads are short.
+        b * H + h; asked of `list_slot_goals` if not given. If nothing is evicted there are no goals, and all heads are short.
         """
         capacities, goals = self.kv.capacities(), goals or self.list_slot_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]
@@ -525,7 +550,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return short
 
     def _bound_columns(self) -> list[int] | None:
-        """Return an upper bound of the columns while tokens are appended, if a budget bounds them."""
+        """Return, as a list of one number, the most columns that appended tokens can take; None if no budget bounds them."""
         return [self.columns_used + self.mode.steps_until_full + 1] if self.mode.evicts else None
 
     def make_room(self) -> None:
@@ -590,7 +615,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             (B, H, _), old = self.positions.shape, self.positions
             order, held_BH1 = sort_by_position(old)  # slots in text order, and how many of them hold tokens
             order, filled = order[:, :, : max(counts)], torch.arange(max(counts), device=old.device) < held_BH1
-            # plan(): slots of each head, with spare ones; centre: that keys of 8 or 4 bits are rounded around
+            # plan(): slots of each head, with spare ones; centre: what keys of 8 or 4 bits are rounded around
             kv = slots.empty(self.kv, B, H, plan(counts, goals, self.count_spare), self.kv.centre)
             head, slot = filled.flatten(0, 1).nonzero(as_tuple=True)
             source = order.flatten(0, 1)[head, slot]
@@ -615,7 +640,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         return self.evict_interval if self.evict_interval > 1 else 0
 
     def count_spare(self, tokens: int) -> int:
-        """Return the spare slots of a head of so many tokens."""
+        """Return how many spare slots a head with so many tokens gets: `slack`, or the waiting tokens' if these are more."""
         return max(slack(tokens), self.waiting_slots)
 
     @property
@@ -636,6 +661,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             self.mode.count(1)
 
     def _cut_graph(self, index_BHK: Tensor) -> None:
+        """Keep in `graph` (keys and values with autograd history) only the entries at `index_BHK`, for `allocate`."""
         if self.graph is not None:
             with torch.enable_grad():
                 self.graph = (gather_entries(self.graph[0], index_BHK), gather_entries(self.graph[1], index_BHK))
@@ -648,7 +674,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
                 self.graph = (_pass_gradient(self.graph[0], keys), _pass_gradient(self.graph[1], values))
 
     def set_free(self, slot_BH: Tensor) -> None:
-        """For `free`, `advance`: set each head's slot for the next token; in place in a traced step, for its graph."""
+        """Set each head's slot for the next token, `mode.free_BH`; in place in a traced step, whose graph reads that tensor."""
         if self.traced:
             self.mode.free_BH.copy_(slot_BH)
         else:
@@ -676,7 +702,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
         """
         if self.mode.fills_free_slots:
             self.set_free(slot_BH)
-        else:  # the budget is reached
+        else:  # tokens were appended until now, and the budget is reached
             self.mode = Evicting(slot_BH)
         self.in_text_order = False
         self.positions.view(-1).index_fill_(0, self.free_slots(), -1)
@@ -684,17 +710,17 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     def drop(self, gone_BHM: Tensor) -> None:
         """For `_evict_over_budget`: evict several tokens of each head at once (option every > 1), in the columns `gone_BHM`.
 
-        Tokens in the last used columns move into the gaps; then M columns (tokens that each head evicts) fewer are in use.
+        Tokens in the last used columns move into the gaps. `columns_used` falls by M, the number of tokens that a head evicts.
         """
         into, out = list_moves(gone_BHM, self.columns_used)  # columns to fill, and columns to move there
         self.move_entries(into, out)
         self.positions.scatter_(2, into, self.positions.gather(2, out))
-        for tensor in self.state.values():  # as positions; at, of: `into` and `out` for tensors with a last axis
+        for tensor in self.state.values():  # moved as positions are; at, of: `into` and `out`, widened for a tensor of 4 axes
             at, of = (one[..., None].expand(*one.shape, tensor.shape[-1]) if tensor.ndim == 4 else one for one in (into, out))
             tensor.scatter_(2, at, tensor.gather(2, of))
         self.columns_used -= gone_BHM.shape[-1]
         self.positions[:, :, self.columns_used :] = -1
-        # crop() leaves what is there; the next eviction is evict_interval steps away
+        # crop() can cut none of the columns now in use; heads evict again when evict_interval more tokens have come
         self.first_croppable, self.in_text_order, self.mode.steps_until_full = self.columns_used, False, self.evict_interval - 1
 
     def move_entries(self, into_BHM: Tensor, out_BHM: Tensor) -> None:
@@ -724,7 +750,10 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
     # ---- rollback ----
 
     def log_undo(self, shared: Tensor | None) -> None:
-        """Record in the undo log what the coming step will overwrite; `shared` is the score that layers share."""
+        """Record in the undo log what the coming decode step will overwrite, for crop(). `_begin_step` calls it.
+
+        shared: the score that all layers share, or None.
+        """
         self.undo_log.append(record_step(self, shared))
 
     def can_crop(self, tokens: int, remembers: bool) -> bool:
@@ -749,7 +778,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
             if not isinstance(mode, Slotted):
                 self.columns_used -= tokens
                 self.positions[:, :, self.columns_used :] = -1
-                for tensor in self.state.values():  # a token that is appended there brings no mark of `protect=`
+                for tensor in self.state.values():  # a token appended there writes no mark of `protect=`, and must find none
                     tensor[:, :, self.columns_used :] = 0
             else:
                 mode.free_BH, mode.grown = mode.free_BH - tokens, mode.grown - tokens  # slots were taken one after the other
@@ -764,5 +793,8 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
 
 def _pass_gradient(x: Tensor, rounded: Tensor) -> Tensor:
-    """Return `rounded` with the gradient of `x`, or `x` if the two hold different numbers of tokens."""
+    """Return the numbers of `rounded` with the gradient of `x` (a straight-through estimate), for `_round_graph`.
+
+    If the two hold different numbers of tokens, return `x` as it is.
+    """
     return x + (rounded - x).detach() if x.shape == rounded.shape else x

@@ -35,7 +35,7 @@ class Lifetimes(Batched):
 
     @property
     def columns(self) -> int:
-        """Positions that there is room for."""
+        """Number of positions that `ids` has room for, from 0 on."""
         return 0 if self.ids is None else self.ids.shape[-1]
 
     @property
@@ -52,9 +52,10 @@ class Lifetimes(Batched):
         self.ids = self.ids.scatter(1, places, ids_BQ.to(self.ids.dtype))
 
     def note_evictions(self, layer: int, positions_BHT: Tensor, seen_B11: Tensor) -> None:
-        """Set the death of each token that a layer no longer holds, for replays: the tokens seen when it was evicted.
+        """Set the death of each token that a layer no longer holds, for replays, to the number of tokens seen so far.
 
-        `finish_group`, `_end_step` and `forget` call it. positions_BHT: of the held tokens, -1 in empty slots.
+        `finish_group`, `_end_step` and `forget` call it. positions_BHT: of the held tokens, -1 in empty slots. seen_B11: that
+        number, of each row. A death that is set already stays.
         """
         B, H, _ = positions_BHT.shape
         deaths = self.deaths[layer]
@@ -198,12 +199,12 @@ def _widen_tensor(tensor: Tensor, columns: int, value: int) -> Tensor:
 
 
 def join_padded(parts: Sequence[Tensor], value: int) -> Tensor:
-    """Join rows of different widths, padded with `value`."""
+    """Concatenate the batch rows of tensors; narrower ones are padded on the right with `value` to the width of the widest."""
     width = max(part.shape[-1] for part in parts)
     return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=value) for part in parts])
 
 
 def _cat_known(parts: Sequence[Tensor | None], value: int) -> Tensor | None:
-    """Append rows, filled up with `value` (`join_padded`); None if some part has rows that are not known."""
+    """Concatenate rows as `join_padded` does, for `join_parts`; None if some part is None, since its rows are not known."""
     known = [part for part in parts if part is not None]
     return join_padded(known, value) if len(known) == len(parts) else None

@@ -23,7 +23,7 @@ from .pickling import Unpicklable
 
 @dataclass
 class Verified:
-    """Outcome of drafting. passes: over the full cache, after the prompt; moved_nbytes: that they read of it."""
+    """Counts for reports: tokens drafted and accepted, passes over the full cache after the prompt, bytes they read of it."""
 
     passes: int = 0
     drafted: int = 0
@@ -32,12 +32,12 @@ class Verified:
 
     @property
     def per_pass(self) -> float:
-        """Tokens of a pass: the accepted ones, and its own."""
+        """Mean number of tokens that a pass yields: the accepted drafts, and one of its own."""
         return self.accepted / self.passes + 1 if self.passes else 0.0
 
     @property
     def nbytes_per_token(self) -> float:
-        """Bytes of the full cache that were read for a token."""
+        """Mean number of bytes of the full cache that were read for each token that passes yielded."""
         return self.moved_nbytes / (self.accepted + self.passes) if self.passes else 0.0
 
 
@@ -57,7 +57,7 @@ class LosslessCache(Unpicklable, Cache):
     layers: list[HostLayer]  # type: ignore[assignment]
 
     def __init__(self, drafts: EvictingCache, layers: int, folder: Path | None = None) -> None:
-        """Make the cache of a new text. drafts: an empty cache on the budget. folder: of the files with all keys and values."""
+        """Make the cache of a new text. drafts: a budgeted cache. layers: their number. folder: for files of all entries."""
         super().__init__(layers=[HostLayer(folder) for _ in range(layers)])
         self.drafts, self.settings, self.verified = drafts, drafts.settings, Verified()  # verified: counts of accepted drafts
         self.ids: list[int] = []  # of the tokens read
@@ -65,7 +65,7 @@ class LosslessCache(Unpicklable, Cache):
         self.edited = 0  # tokens read when some were last forgotten
         self.resent_tokens = 0  # of those read, which generate()'s first pass brings once more
         self.pending_ids: list[int] = []  # ids of the pass in progress
-        self.budget_tokens = 0  # that the budget of `drafts` is counted of
+        self.budget_tokens = 0  # length of text by which the budget of `drafts` was computed
         self._positions_1T: Tensor | None = None  # on the device of the pass
         self._staged: dict[int, tuple[Tensor, torch.cuda.Event | None]] = {}  # rows on the device, end of their copy
         self._stream: torch.cuda.Stream | None = None
@@ -73,7 +73,7 @@ class LosslessCache(Unpicklable, Cache):
     # ---- passes ----
 
     def begin(self, ids: list[int]) -> EvictingCache:
-        """Begin a pass, for `begin_pass`; return a new budgeted cache for it. Drops what an interrupted pass left."""
+        """Begin a pass over tokens `ids`, for `begin_pass`; return a new budgeted cache. Drop what an interrupted pass left."""
         self.pending_ids, self._positions_1T = ids, None
         self._staged.clear()
         for layer in self.layers:
@@ -207,7 +207,7 @@ class LosslessCache(Unpicklable, Cache):
         return len(self.ids) + query_length, 0
 
     def activate_past_recording(self) -> None:
-        """Nothing is overwritten: any token can be taken back."""
+        """Do nothing: no token overwrites another here, so that the last ones can always be taken back."""
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, such as rejected drafts, here and in the budgeted cache, as `EvictingCache.crop` does."""
@@ -225,7 +225,7 @@ class LosslessCache(Unpicklable, Cache):
                 editing.drop_last(self.drafts, count)
 
     def _shrinks_budget(self, left: int) -> bool:
-        """Tell if the budget of so many tokens is smaller than the one that `drafts` has."""
+        """Tell if a text of `left` tokens has a smaller budget in some layer than the one that `drafts` has."""
         tokens = self.settings.tokens
         return any(tokens(layer, left) < tokens(layer, self.budget_tokens) for layer in range(self.settings.n_layers))
 

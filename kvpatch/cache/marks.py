@@ -17,10 +17,10 @@ def mark_protected(
 ) -> Tensor | None:
     """Mark the columns of a pass that the user's `protect=` keeps from eviction, bool [B,Q]; for `_read_pass` and `begin_edit`.
 
-    seen: columns before these. within: position of the first, for an edit of a text that was read.
+    seen: columns before these. within: for an edit of a text that was read, the position of its first column; else None.
 
     Raises:
-        KVPatchError: a mask of another shape than the prompt's, or a system message of a prompt without messages.
+        KVPatchError: `protect=` is a mask of another shape than the prompt, or "system" where the prompt came without messages.
     """
     scope = cache.settings.policy.scope
     protect = scope.protect
@@ -60,7 +60,8 @@ def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | No
     before these. Without `quota=` the result is None.
 
     Raises:
-        KVPatchError: a span ends after the prompt, numbers have another shape, or quota="messages" and no messages are known.
+        KVPatchError: a span ends after the prompt, span numbers have another shape than the prompt, or quota="messages" is
+            given where the prompt came without messages.
     """
     quota = cache.settings.policy.scope.quota
     if quota is None or not cache.settings.acts:
@@ -88,7 +89,8 @@ def mark_spans(cache: TextState, positions_BQ: Tensor, seen: int) -> Tensor | No
 def _find_messages(cache: TextState, what: str, instead: str) -> Messages | None:
     """Return the messages of a chat's prompt, to mark `what`; None for a later prompt that came without messages.
 
-    Raises KVPatchError if the first prompt has none. instead: what the user can do without messages.
+    Raises KVPatchError if the first prompt has none. what, instead: for the error: the option that needs messages, and what the
+    user can give in place of it.
     """
     if cache.messages is None and not cache.turns.prompts_read:
         raise KVPatchError(

@@ -13,7 +13,7 @@ from torch import Tensor
 class Messages:
     """Messages of a chat, up to the prompt that is about to be read.
 
-    roles: of each message, the coming answer's last. starts: position of each in the text.
+    roles: the role of each message, such as "system"; the last one is the coming answer's. starts: their positions in the text.
     """
 
     roles: Sequence[str]

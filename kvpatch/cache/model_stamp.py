@@ -18,10 +18,10 @@ Difference = tuple[str, object, object]
 class ModelStamp:
     """A decoder at one moment: which adapters act, and what can be seen of its weights without reading them all.
 
-    decoder: that it is of. adapters: names of those that act; of each row if rows have their own (PEFT's adapter_names).
-    acting: hash of those by module, with their scales; 0 if rows have their own. layout: hash of dtypes and shapes.
-    versions: hash of torch's counters of changes in place. sample: the bytes of each weight's first numbers, by device and
-    dtype.
+    decoder: a weak reference to it. adapters: names of the adapters that act, or one for each row if rows have their own
+    (PEFT's adapter_names). acting: hash of the adapters by module, with their scales; 0 if rows have their own. layout: hash of
+    the weights' dtypes and shapes. versions: hash of torch's counters of changes in place. sample: the bytes of each weight's
+    first numbers, by device and dtype.
     """
 
     decoder: weakref.ref[Any]
@@ -32,6 +32,7 @@ class ModelStamp:
     sample: tuple[Tensor, ...]
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelStamp:
+        """Return the stamp itself: it is frozen, and copies of a cache were read by the same model."""
         return self
 
     def differs(self, now: ModelStamp) -> Difference | None:
@@ -58,7 +59,7 @@ class ModelStamp:
         return None
 
     def with_adapters(self, adapters: tuple[str, ...]) -> ModelStamp:
-        """Return the stamp of rows that these adapters acted on; of others than before, no scale is compared."""
+        """Return the stamp of rows that these adapters acted on; if they are others than before, their scales are unknown."""
         return self if adapters == self.adapters else replace(self, adapters=adapters, acting=0)
 
     def map_rows(self, change: Callable[[Tensor], Tensor]) -> ModelStamp:

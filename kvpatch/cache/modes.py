@@ -26,8 +26,8 @@ class Mode(Batched):
     """State of a layer that says where its next token goes and if its heads evict: the interface of all modes.
 
     name: in a saved cache. fills_free_slots: the next token goes into a free slot of each head, `free_BH` (the index after a
-    head's last slot if all are taken); else after the used columns. evicts: while decoding. croppable: the last
-    columns are the last tokens, and nothing was evicted for them.
+    head's last slot if all are taken); else after the used columns. evicts: decode steps evict. croppable: the last columns are
+    the last tokens, and nothing was evicted for them, so that they can be cut off.
 
     steps_until_full: until every row has as many tokens as it may hold between steps. has_short_heads: some head may need more
     slots than it has. all_heads_short: all have fewer than their budget, and nothing is evicted until buffers have moved.
@@ -45,7 +45,7 @@ class Mode(Batched):
 
     @property
     def due(self) -> bool:
-        """Tell if some head may evict at the next step."""
+        """Tell if some head may evict at the decode step that runs, or runs next."""
         return True
 
     @property
@@ -54,10 +54,10 @@ class Mode(Batched):
         return sys.maxsize
 
     def count(self, tokens: int) -> None:
-        """Count tokens written; each brings every head that is below budget closer to it."""
+        """Count tokens written, in decode steps, to every head; this updates the counters of modes that have some."""
 
     def count_new_slots(self) -> int | None:
-        """Return the slots each head has taken since its buffers were made, the current token's included; None: unevenly."""
+        """Return the slots each head has taken since its buffers were made, the current token's too; None: heads may differ."""
         return 1
 
 
@@ -148,7 +148,7 @@ class Evicting(Slotted):
 
     @property
     def due(self) -> bool:
-        return not self.waits or self.waits[0] == 1
+        return not self.waits or self.waits[0] == 1  # waits: ascending; the first head evicts in so many steps
 
     def count(self, tokens: int) -> None:
         self.steps_until_full = max(self.steps_until_full - tokens, 0)
@@ -156,6 +156,7 @@ class Evicting(Slotted):
         self.waits = advance_waits(self.waits, tokens, self.evict_interval)
 
     def count_new_slots(self) -> int | None:
+        # heads that fill up, or wait to evict several, take slots unevenly; full ones reuse the slot of an evicted token
         return None if self.steps_until_full or self.waits else 0
 
 
@@ -163,7 +164,7 @@ class Evicting(Slotted):
 class Moving(Slotted):
     """Mode under a budget that follows the text (policies/moving.py): at a step a head evicts none, one or several tokens.
 
-    packed_BH: tokens of each head when its slots were last planned. A head that shrinks keeps them until the next time.
+    packed_BH: tokens of each head when its slots were last planned. A head that shrinks keeps its slots until the next time.
     """
 
     name, saved, evicts = "moving", Growing.saved, True

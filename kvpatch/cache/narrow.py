@@ -52,7 +52,7 @@ class ReadingSlots(DenseSlots):
 
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         super().append(start, k_BHQD, v_BHQD)
-        self.packed = tuple(t[:, :, :start] for t in self.packed)  # if tokens were rolled back
+        self.packed = tuple(t[:, :, :start] for t in self.packed)  # crop() may have taken back rounded columns: drop these
 
     def close_columns(self, used: int) -> DenseSlots:
         every = torch.arange(used, device=self.keys.device)

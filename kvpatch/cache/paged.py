@@ -36,7 +36,7 @@ class Strips(NamedTuple):
 
     @property
     def run(self) -> int:
-        """The strips of each head that follow each other in memory, in every row at least so many."""
+        """Strips of a head that follow each other in memory, in each row at least so many; 1 if a row's pages are scattered."""
         return min(n if first else 1 for n, first in self.place_B2.tolist())
 
 
@@ -68,12 +68,12 @@ def divide_pages(pages: Sequence[Sequence[int]], heads: int, device: torch.devic
 
 
 class PagedSlots(DenseSlots):
-    """The first columns, `shape[2]`, of the strips of each row's heads.
+    """The first columns, `shape[2]`, of the strips of each row's heads. A strip is a page of one head.
 
     Kernels read and write them where they are, and so does torch if the strips of all rows follow each other. Else
     they are copied for torch at every step.
 
-    pool: [2,S,P,D].
+    pool: [2,S,P,D], the engine's memory: keys and then values, in S strips of P slots.
     """
 
     appends = in_place = False
@@ -139,7 +139,7 @@ class PagedSlots(DenseSlots):
 
     def outline_view(self, used: int) -> tuple[Tensor, Tensor]:
         B, H, _, D = self.shape
-        some = self.pool[0, :1, :1].expand(B, H, used, D)
+        some = self.pool[0, :1, :1].expand(B, H, used, D)  # one entry in every place, without a copy
         return some, some
 
     # ---- entries, by their row of the flattened pool ----
@@ -151,7 +151,7 @@ class PagedSlots(DenseSlots):
     def _pool_memory(self) -> Memory:
         """Addresses for kernels: the entries of the pool, and the first one of each head's run of strips, or of each strip.
 
-        A strip is a page of one head; a run are strips that follow each other in memory. `locate_entries` returns it.
+        A strip is a page of one head; a run is strips that follow each other in memory. `locate_entries` returns it.
         """
         P, C = self.pool.shape[2], self.width
         # one address for each head if its slots are one piece of memory, else one for each strip of P slots

@@ -34,13 +34,15 @@ def begin(
     """Begin a pass of Q columns, before the decoder runs: set `cache.now` to its Forward, and count its tokens.
 
     `_begin_pass` of hooks/decoder.py calls this. `end_pass` ends the pass. The Forward tells positions of the new tokens, how
-    many are of the prompt, and what the budget counts. table: makes the rotary table for so many positions, if keys are cached
-    without rotation or the score undoes rotations. repeatable: computed alike with and without gradients, for gradient
-    checkpointing. merged_ids: ids of tokens that are given as embeddings, with images merged into them.
+    many are of the prompt, and what the budget counts. mask_BT: the attention mask, of all columns or of the new ones; None:
+    no padding. table: makes the rotary table for so many positions, if keys are cached without rotation or the score undoes
+    rotations. repeatable: computed alike with and without gradients, for gradient checkpointing. merged_ids: ids of tokens that
+    are given as embeddings, with images merged into them.
 
     Raises:
-        KVPatchError: a mask of the wrong length, a row of nothing but padding, padding among generated tokens, an
-            unfinished earlier pass, or another batch size.
+        KVPatchError: the mask has a wrong length or other numbers than 0 and 1, a row is all padding, a generated token is
+            marked as padding, the batch size is not the cache's, an earlier pass did not finish, or the settings exclude such a
+            pass (see `refuse`).
     """
     cache.begin_change("forward pass")
     cache.catch_up()
@@ -123,7 +125,8 @@ def begin_edit(
 ) -> Forward:
     """Begin a pass of patch.replace(), which reads tokens into a gap in the middle of the text; set `cache.now`, and return it.
 
-    `_read_edit` calls it. edit: its bounds. ids_BQ, places_Q: tokens, and their positions, now empty. table: see `begin`.
+    `_read_edit` calls it. edit: where in the text the gap is. ids_BQ, places_Q: the tokens, and their positions, which no token
+    has now. table: makes the rotary table for so many positions, or None.
     """
     cache.begin_change("edit")
     (B, Q), lengths_B = ids_BQ.shape, cache.lengths_B
@@ -147,11 +150,11 @@ def begin_edit(
 def _note_ids(cache: TextState, now: Forward, input_ids: Tensor | None, seen: int) -> None:
     """Keep the ids of a pass's tokens: by them generate() notices later that it is given another text (hooks/texts.py).
 
-    `begin` calls it. Padding gets an id of its own in `cache.ids`.
+    `begin` calls it. Padding gets the id PADDING in `cache.ids`. seen: columns read before this pass.
     """
-    if cache.for_one_pass:
+    if cache.for_one_pass:  # nothing goes on from such a cache
         return
-    if now.prompt_columns and not cache.turns.unfinished:
+    if now.prompt_columns and not cache.turns.unfinished:  # a prompt begins
         cache.ids.prompt = seen  # columns before the newest prompt
     real = None if now.padding is None else now.positions_BQ[:, : now.prompt_columns] >= 0
     cache.note_ids(input_ids, now.positions_BQ.shape[1], real)  # None: unknown ids
@@ -175,14 +178,15 @@ def _begin_prompt(cache: TextState, now: Forward, before_B: list[int]) -> None:
 
 
 def _clear_undo_logs(cache: TextState) -> None:
+    """Empty the undo log of each layer: crop() can then no longer restore what earlier decode steps evicted."""
     for layer in cache.layers:
         layer.undo_log.clear()
 
 
 def end_layer(cache: TextState, layer: int) -> None:
-    """Count a layer's part of a pass as done, after its attention has run; after the last layer the pass ends.
+    """Count a layer's part of a pass as done, after its attention has run; after the last layer end the pass.
 
-    A cache for one pass, without use_cache, is emptied layer by layer; only what reports need is kept.
+    `_attend_layer` calls it. A cache for one pass, without use_cache, is emptied layer by layer, but for what reports need.
     """
     if cache.for_one_pass:
         cache.layer_parts[layer] = LayerPart.of(cache.layers[layer], cache.settings.bounds[layer])
@@ -194,7 +198,11 @@ def end_layer(cache: TextState, layer: int) -> None:
 
 
 def outlasts(cache: TextState, now: Forward) -> bool:
-    """Tell if a hook after the decoder must end the pass: the prompt is read again, or layers without a budget follow."""
+    """Tell if a pass lasts until a hook after the decoder ends it: the prompt is read again, or other layers may follow.
+
+    These are a hybrid's layers with a state (`states`), and layers that use the keys of others (`read`). A cache `for_one_pass`
+    is dropped afterwards, so that it need not wait for them.
+    """
     follow = bool(cache.states) or bool(cache.settings.read)
     return now.reread_ids_BN is not None or now.repeat is not None or (follow and not cache.for_one_pass)
 
@@ -217,8 +225,8 @@ def end_pass(cache: TextState) -> None:
     counters.tensors_or_none.columns.fill_(cache.columns_read)
     counters.tensors_or_none.steps.fill_(counters.steps)
     if begun or cache.plans.static_room is not None or any(isinstance(layer.mode, Growing) for layer in cache.layers):
-        # columns up to which compiled steps, which cannot move buffers, have room: by the layer with the fewest writes_left.
-        # Set as a prompt ends, after each pass if static_room was asked for, and if a Growing layer's buffers may have moved
+        # columns up to which compiled steps have room: they cannot move buffers, so the layer with the fewest writes_left
+        # decides. Set as a prompt ends, after each pass if static_room was asked for, and if a Growing layer's may have moved
         limits = (layer.columns_read + layer.mode.writes_left for layer in cache.layers if layer.mode.has_short_heads)
         counters.tensors_or_none.limit.fill_(min(limits, default=0))
     if begun:
@@ -291,7 +299,11 @@ def _read_pass(
 
 
 class _Prompt(NamedTuple):
-    """Numbers of a pass's prompt columns: tokens of each row before and with them, padding, rows that end with a token."""
+    """Numbers of a pass's prompt columns, as `_read_prompt` returns them.
+
+    before_B, whole_B: tokens of each row before these columns, and with them. padding: None if there is none. last_B: 1 for a
+    row whose last column is a token; empty if the pass has no mask.
+    """
 
     before_B: list[int]
     whole_B: list[int]
@@ -333,7 +345,7 @@ def _read_prompt(cache: TextState, before: Tensor, prompt: int, mask_BQ: Tensor 
 
 
 def refuse_mask(mask: Tensor) -> None:
-    """Raise KVPatchError if a prompt's padding mask holds other numbers than ones and zeros."""
+    """Raise KVPatchError if a prompt's padding mask holds other numbers than 1 and 0, such as what is added to logits."""
     wrong = mask[(mask != 0) & (mask != 1)]
     if wrong.numel():
         raise KVPatchError(
@@ -385,9 +397,9 @@ def _refuse_padding(real_BQ: Tensor) -> None:
 
 
 def _check_rows(cache: TextState, n_B: list[int], last_B: list[int]) -> None:
-    """Raise KVPatchError if a prompt ends with an empty row, or one padded on the right. last_B: its last column is a token.
+    """Raise KVPatchError if a prompt ends with a row that has no token, or in generate() with one padded on the right.
 
-    `_read_pass` calls it where padding came. n_B: tokens of each row.
+    `_read_pass` calls it where padding came. n_B: tokens of each row. last_B: 1 for a row whose last column is a token.
     """
     if min(n_B) == 0:
         later = " If its text comes in later pieces: generate(prefill_chunk_size=n), or a first piece with tokens of all rows."
@@ -408,6 +420,7 @@ def _count_budget(cache: TextState, now: Forward, n_B: list[int]) -> None:
 
     `begin` and `begin_compression` call it. A chat has several prompts (turns). In later ones "first" evicts nothing, "each"
     gives the prompt a budget of its own, and "all" budgets the whole text. n_B: tokens of each row where the prompt ends.
+    `share_base_B`: the tokens of which a budget such as k=0.5 is a share.
     """
     later, turns, begin_B = cache.turns.prompts_read > 0, cache.settings.policy.scope.turns, cache.turns.begin_B
     now.keeps_all = later and turns == "first"
@@ -447,8 +460,8 @@ def _rotary_table(cache: TextState, Q: int, prompt: bool) -> Any:
 def _count_most_held(cache: TextState, Q: int, prompt: bool) -> int:
     """Return an upper bound of the tokens that one head holds in a pass of Q columns, for `_rotary_table`.
 
-    A head gets a token for each column, or none more where a step evicts one. Read in `block`s, the text's first prompt is
-    evicted from after each: a head holds its budget and one block. prompt: some columns are a prompt's.
+    Each column adds a token to a head, unless it is a decode step in which the head evicts one. If the text's first prompt is
+    read in `block`s, heads evict after each: a head then holds its budget and one block. prompt: some columns are a prompt's.
     """
     most, now, settings = 1, cache.current_pass, cache.settings
     # later prompts are counted with the generated tokens

@@ -14,6 +14,7 @@ class Unpicklable:
     """An object that copy.copy and copy.deepcopy copy as any other, and that is not pickled."""
 
     def __copy__(self: _Object) -> _Object:
+        """Return a copy with the same attributes; copy.copy's own way would call `__reduce_ex__`, which refuses."""
         new: _Object = object.__new__(type(self))
         vars(new).update(vars(self))
         return new

@@ -43,11 +43,15 @@ class Stack:
 
 
 class RecurrentStates(Cache):
-    """States of a batch. Models find them by the number of their layer; a layer without one is None; no layers: no hybrid."""
+    """States of a batch. `layers` has None for a layer without a state, and is empty if the model is no hybrid.
+
+    Models find a state by the number of its layer in the decoder.
+    """
 
     layers: list[LinearAttentionLayer | None]  # type: ignore[assignment]
 
     def __init__(self, stack: Stack | None) -> None:
+        """Make empty states for the layers that `stack` lists, for a new text; None if the model is no hybrid."""
         self.layer_numbers, found = stack, dict(() if stack is None else stack.states)
         layers = {number: LinearAttentionLayer(number_of_states=count) for number, count in found.items()}
         super().__init__(layers=[layers.get(number) for number in range(max(found, default=-1) + 1)])  # type: ignore[misc]
@@ -130,14 +134,14 @@ class RecurrentStates(Cache):
             write(state, int(key))
 
     def place(self, devices: dict[int, torch.device]) -> None:
-        """Move the state of each layer to its device."""
+        """Move the state of each layer to its device, for a loaded cache. devices: by the layer's number in the decoder."""
         for name, table, key in self._list_held():
             table[key] = table[key].to(devices[int(name.split(".")[0])])
 
     # ---- roll-back ----
 
     def activate_past_recording(self) -> None:
-        """Let convolutions record their past; a recurrence cannot, and is not asked to."""
+        """Let convolutions record their past, for crop(), unless the model also has recurrences, which cannot be taken back."""
         if self.layer_numbers is not None and self.layer_numbers.croppable:
             super().activate_past_recording()
 
@@ -163,6 +167,7 @@ class RecurrentStates(Cache):
 
 
 def _copy_sharing(layer: LinearAttentionLayer) -> LinearAttentionLayer:
+    """Return a copy of one layer for `RecurrentStates.copy_sharing`: in dictionaries of its own, but with the same tensors."""
     new = copy.copy(layer)
     vars(new).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
     return new
@@ -217,7 +222,7 @@ class WithStates(Cache):
         self.states.activate_past_recording()
 
     def stop_past_recording(self) -> None:
-        """Record no longer what roll-back needs. `_finish` calls it as assisted decoding ends, which had it recorded."""
+        """Record no longer what roll-back needs. `_finish` calls it as assisted decoding ends, which began the recording."""
         for layer in self.layers:
             layer.record_past = False  # type: ignore[union-attr]
         self.states.stop_past_recording()

@@ -28,7 +28,7 @@ def check_replaced(
         new positions must be opened at the span's end for them.
 
     Raises:
-        KVPatchError: see Patch.replace; nothing has changed.
+        KVPatchError: an argument or the cache is none that `Patch.replace` can take; nothing has changed.
     """
     check_state(cache, "replace()")
     refuse("replace", cache.settings.list_features(positions_fixed=positions_fixed))  # raises if settings exclude it
@@ -103,7 +103,7 @@ def _check_rows(cache: TextState, opened: int) -> None:
 
 
 def _read_ids(ids: object, B: int) -> Tensor:
-    """For `check_replaced`: return the tokens that were given, of each row [B,N]. KVPatchError unless they are tokens."""
+    """For `check_replaced`: return the new tokens' ids of each row, [B,N]; raise KVPatchError if `ids` cannot be such."""
     wanted = f"give token ids, int64 [N] or [{B}, N] or a list of them."
     try:
         tensor = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")

@@ -37,10 +37,10 @@ class CacheSettings:
     layers. latent: for each layer, whether a value is a part of its key. parallel: KV heads of this process, if several
     processes share a model. strict: names of the layers, if their numbers are checked (attention/anomaly.py). counts_columns:
     in the unpatched model, attention's distances are between columns of the batch, padding included (sliding windows, ALiBi by
-    default). records_lifetimes: of tokens, in caches. layer_numbers: those in the decoder, if some of its layers are not on the
-    budget (a hybrid's, or those that use others' keys); None if all are. notices: what the patch has warned of. budgets: of a
-    size in bytes, the budget where keys have this dtype; `budget` is that of the model's own. untraced: why no decode step can
-    be traced by torch.compile, or None.
+    default). records_lifetimes: caches record when each token is evicted. layer_numbers: the layers' numbers in the decoder, if
+    some of its layers are not on the budget (a hybrid's, or those that use others' keys); None if all are. notices: what the
+    patch has warned of. budgets: if the budget is a size in bytes, what it is in tokens by the keys' dtype; `budget` is that
+    for the model's own dtype. untraced: why no decode step can be traced by torch.compile, or None.
     """
 
     policy: Policy
@@ -68,6 +68,7 @@ class CacheSettings:
         object.__setattr__(self, "untraced", why_not("trace", self.list_features()))
 
     def __deepcopy__(self, memo: dict[int, object]) -> CacheSettings:
+        """Return the settings themselves: they are frozen, and copies of a cache share them."""
         return self
 
     def list_features(self, **facts: Any) -> FeatureSet:
@@ -132,6 +133,7 @@ class CacheSettings:
 
     @cached_property
     def _in_dtypes(self) -> dict[torch.dtype, CacheSettings]:
+        """The settings that `in_dtype` has made so far, by dtype; empty at first."""
         return {}
 
     def within(self, count: int) -> int:
@@ -140,7 +142,7 @@ class CacheSettings:
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the layers in the decoder."""
+        """Numbers, in the decoder, of the layers that a cache has keys and values of."""
         return tuple(range(self.n_layers)) if self.layer_numbers is None else self.layer_numbers.attention
 
     @cached_property
@@ -165,7 +167,7 @@ class CacheSettings:
         return tuple(self._slope_rule(i) if bound is None else Size(bound) for i, bound in enumerate(self.bounds))
 
     def _slope_rule(self, layer: int) -> Rule:
-        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), the rule of this part."""
+        """Return a layer's budget rule; if the policy divides a budget over layers (a pyramid), a rule for the layer's part."""
         rule, policy = self.budget.rules[layer], self.policy
         if policy.over_layers is None or not policy.evicts:
             return rule
@@ -214,7 +216,7 @@ class CacheSettings:
         return self.transparent and self.counts_columns
 
     def tokens(self, layer: int, n: int) -> int:
-        """Return the tokens a KV head of `layer` may keep, `n` being 100% for a share; see `Rule.tokens` where heads differ."""
+        """Return how many of a text's `n` tokens a KV head of `layer` may keep; see `Rule.tokens` where heads differ."""
         return self.rules[layer].tokens(n)
 
     def described(self) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def _describe_policy(policy: Policy) -> dict[str, Any]:
 
 
 def _simplify_option(value: object) -> object:
-    """Return a plain value for an option that JSON cannot hold: numbers for a tensor or array, else the repr.
+    """Return a plain value for an option that JSON cannot hold: a Calibration's checksum, numbers of a tensor, else the repr.
 
     json.dumps calls it in `_describe_policy`.
     """
@@ -264,4 +266,5 @@ def _simplify_option(value: object) -> object:
 
 
 def _flatten_names(described: dict[str, Any]) -> dict[str, Any]:
+    """Return described settings with the policy's parts as entries of their own, by the name that an error gives them."""
     return {**{f"the policy's {name}": value for name, value in described.pop("policy").items()}, **described}

@@ -55,6 +55,7 @@ class Slots(ABC):
     @stored.setter
     def stored(self, tensors: tuple[Tensor, ...]) -> None:
         self.keys, value = tensors[0], self.codecs[1]
+        # latent attention stores no values: they are a view of a part of their keys
         self.values = value.within(self.keys) if isinstance(value, Latent) else tensors[1]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -78,30 +79,40 @@ class Slots(ABC):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of a key and of a value."""
+        """Numbers in a key and in a value, [D] of each; a rounded one, too, is counted in numbers, not in bytes."""
         return self.codecs[0].size(self.keys), self.codecs[1].size(self.values)
 
     def numbers(self, used: int) -> tuple[Tensor, Tensor]:
-        """Return `view` with rounded entries unpacked, which copies all of them."""
+        """Return keys and values of the first `used` columns, as `view` does; rounded ones are unpacked into copies."""
         keys, values = self.view(used)
         return self.codecs[0].decode(keys), self.codecs[1].decode(values)
 
     def as_transformers(self, used: int) -> tuple[Tensor, Tensor]:
-        """Return `numbers` as transformers' caches hold them: in place of a key and its value, a latent and a rotary key."""
+        """Return the keys and values that `numbers` returns in the form of transformers' caches.
+
+        In latent attention a value (the latent) is the first part of its key, and the rotary key the rest: there transformers
+        has the latents as keys, and the rotary keys as values.
+        """
         keys, values = self.numbers(used)
         return (values, keys[..., values.shape[-1] :]) if self.latent else (keys, values)
 
     def encode_pair(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the entries of keys and values."""
+        """Return new keys and values as they are stored: as they are, or rounded to 8 or 4 bits and packed in bytes."""
         keys, codec = self.codecs[0].encode(k), self.codecs[1]
         return keys, codec.within(keys) if isinstance(codec, Latent) else codec.encode(v)
 
     def fix_centre(self, positions_BHT: Tensor) -> None:
-        """Fix the centre of rows that have none yet, where a prompt (or block) ends, before keys are evicted or rounded."""
+        """Fix the centre that keys are rounded around, in rows that have none yet, as a prompt (or block) ends.
+
+        Called before keys are evicted or rounded. Only ReadingSlots has anything to do here.
+        """
         return
 
     def close_columns(self, used: int) -> Slots:
-        """Return slots whose first `used` columns are stored as between prompts (narrow.py); itself if they are already."""
+        """Return slots with the first `used` columns, rounded or moved to an engine's pages; itself if neither is to be done.
+
+        `SlotLayer.round` calls it where a prompt ends.
+        """
         return self
 
     def move_to_buffers(self) -> Slots:
@@ -109,7 +120,10 @@ class Slots(ABC):
         return self
 
     def join_in_place(self, others: list[Slots], width: int) -> Slots | None:
-        """Return slots of these rows and then those of `others` that use the same memory; None if that needs copies."""
+        """Return slots of these rows and then those of `others` that use the same memory; None if that needs copies.
+
+        `_join_layer` calls it. width: slots that the largest head needs at its budget.
+        """
         return None
 
     def flat(self) -> tuple[Tensor, Tensor]:
@@ -117,19 +131,22 @@ class Slots(ABC):
         return self.keys.reshape(-1, self.keys.shape[-1]), self.values.reshape(-1, self.values.shape[-1])
 
     def locate_entries(self) -> Memory:
-        """Return where keys and values lie, without copying any."""
+        """Return the memory that keys and values lie in, as kernels address it, without copying any."""
         return Memory(self.keys, self.values)
 
     @abstractmethod
     def find_begins(self) -> Tensor:
-        """Return the entry at which each head's slots begin [B*H]."""
+        """Return the index, among the entries that `flat` returns, at which each head's slots begin, [B*H]."""
 
     @abstractmethod
     def rows(self, slot_BH: Tensor, flat_N: Tensor) -> Tensor:
-        """Return the entry of one slot of each head [B*H]; flat_N: its index in the flattened positions."""
+        """Return the index, among the entries that `flat` returns, of one slot of each head, [B*H].
+
+        slot_BH: the slot, counted within the head. flat_N: the same slot as an index into the flattened positions.
+        """
 
     def rows_of(self, column_BHM: Tensor) -> Tensor:
-        """Return the entries [B*H*M] of columns of each head."""
+        """Return the indices [B*H*M], among the entries that `flat` returns, of M columns of each head."""
         return (self.find_begins()[:, None] + column_BHM.flatten(0, 1)).flatten()
 
     def read_at(self, rows_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +166,7 @@ class Slots(ABC):
         """Return keys and values of the first `used` columns, as a backend takes them."""
 
     def outline_view(self, used: int) -> tuple[Tensor, Tensor]:
-        """Return tensors of the shapes that `view` returns, for decisions that need no contents."""
+        """Return tensors of the shapes that `view` returns, to choose a backend by; contents may be any."""
         return self.view(used)
 
     # ---- sizes ----
@@ -160,7 +177,10 @@ class Slots(ABC):
 
     @abstractmethod
     def plan_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> list[int]:
-        """Return the slots that each head would get now, having taken `counts`, with at least `ahead` free ones."""
+        """Return the slots that each head would get now, having taken `counts`, with at least `ahead` free ones.
+
+        goals: slots of each head at its budget, to which its slots are limited; None: nothing is evicted.
+        """
 
     @abstractmethod
     def bound_slots(self, counts: list[int], goals: list[int] | None, ahead: int) -> int:
@@ -178,10 +198,16 @@ class Slots(ABC):
 
     @abstractmethod
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> Slots:
-        """Move the first `used` columns into slots of these capacities; slot indices stay."""
+        """Return slots of these capacities that hold the first `used` columns, at the same slot indices.
+
+        goals: slots of each head at its budget; ragged slots note by it how many of them queries attend to.
+        """
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> Slots:
-        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: rows selected, reordered or repeated."""
+        """Return a copy whose batch-first attributes (`by_row`) are `change` of these: rows selected, reordered or repeated.
+
+        B, H: batch rows and KV heads before the change.
+        """
         new = copy.copy(self)
         for name in self.by_row:
             value = getattr(self, name)
@@ -235,7 +261,7 @@ class DenseSlots(Slots):
     def append(self, start: int, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
         """Write a pass's keys and values into the columns from `start` on, in place.
 
-        `SlotLayer.append` and `SlotLayer.write` call it; there is room.
+        `SlotLayer.append` and `SlotLayer.write` call it, once the buffers have room.
         """
         new = self.encode_pair(k_BHQD.detach(), v_BHQD.detach())  # rounded, if the slots hold 8 or 4 bits
         for held, entries in zip(self.stored, new, strict=False):  # latent attention stores keys alone
@@ -289,7 +315,7 @@ class RaggedSlots(Slots):
         return self.keys, self.values
 
     def numbers(self, used: int) -> tuple[Tensor, Tensor]:
-        head, _ = self.offsets.places()
+        head, _ = self.offsets.places()  # of each entry; keys are rounded around a centre of their head
         key, value = (codec.of(head) for codec in self.codecs)
         return key.decode(self.keys[:, None])[:, 0], value.decode(self.values[:, None])[:, 0]
 
@@ -303,16 +329,17 @@ class RaggedSlots(Slots):
         return self.bound(counts, None, ahead)[1]
 
     def bound(self, counts: list[int], columns: int | None, ahead: int) -> tuple[int, int]:
-        held, typical = sum(counts), sum(counts) // len(counts)
+        held, typical = sum(counts), sum(counts) // len(counts)  # typical: the mean of the heads, as in `plan_slots`
         return held, held + len(counts) * max(slack(typical), ahead)
 
     def resized(self, capacities: list[int], goals: list[int] | None, used: int) -> RaggedSlots:
+        # slots of each head that queries attend to; an evicting head's are all in use once it is at its budget
         filled = self.offsets.filled if goals is None else list(map(min, capacities, goals))
         new = HeadOffsets(capacities, filled, self.keys.device)
         return RaggedSlots(*self.each(lambda t: self.offsets.move(t, new)), new, self.codecs)
 
     def map_rows(self, change: Callable[[Tensor], Tensor], B: int, H: int) -> RaggedSlots:
-        heads_BH = torch.arange(B * H, device=self.keys.device).view(B, H)
+        heads_BH = torch.arange(B * H, device=self.keys.device).view(B, H)  # numbered, to be changed as rows are
         offsets, rows = self.offsets.select_heads(change(heads_BH).reshape(-1))
         return RaggedSlots(*self.each(lambda t: t[rows]), offsets, map_centre(self.codecs, change))
 
@@ -329,10 +356,10 @@ def nothing() -> DenseSlots:
 
 
 def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | None) -> Slots:
-    """Make slots of zeros to move tokens into: of B * H heads, with keys around this centre.
+    """Make slots of zeros for B * H heads, to move tokens into. Sizes follow `layout`, which may differ by head (ragged).
 
-    `_make_buffers` calls it as caches are joined, `pack` as a layer's tokens move. like: of the same dtype, device and head
-    sizes.
+    `_make_buffers` calls it as caches are joined, `pack` as a layer's tokens move. like: slots whose dtype, device, head sizes
+    and bits the new ones get. centre_BH1D: what keys of 8 or 4 bits are rounded around; None for 16 bits.
     """
     codecs = centre_codecs(like.codecs, centre_BH1D)
 
@@ -347,7 +374,10 @@ def empty(like: Slots, B: int, H: int, layout: Layout, centre_BH1D: Tensor | Non
 
 
 def restore_slots(keys: Tensor, values: Tensor, described: Any, codecs: Codecs) -> Slots:
-    """Return the slots of a loaded cache. described: None, or if heads differ each head's slots, and how many are filled."""
+    """Return the slots of a layer of a loaded cache, which hold these stored keys and values.
+
+    described: None if slots are dense; if ragged, a list of each head's slots, and one of how many of them are filled.
+    """
     if described is None:
         return DenseSlots(keys, values, codecs)
     return RaggedSlots(keys, values, HeadOffsets(described[0], described[1], keys.device), codecs)
@@ -362,7 +392,7 @@ def gather_entries(tensor: Tensor, index_BHK: Tensor) -> Tensor:
 
 
 def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,T,...] -> [B,H,columns,...]: for `allocate`, copy kept entries, at `index`, to new buffers padded with `empty`."""
+    """[B,H,T,...] -> [B,H,columns,...]: copy the entries at `index_BHK` to new buffers, padded with `empty`; for `allocate`."""
     (B, H, K), rest = index_BHK.shape, tensor.shape[3:]
     new = tensor.new_empty(B, H, columns, *rest)
     torch.gather(tensor, 2, index_BHK.view(B, H, K, *(1 for _ in rest)).expand(B, H, K, *rest), out=new[:, :, :K])
@@ -370,7 +400,7 @@ def collect_entries(tensor: Tensor, index_BHK: Tensor, columns: int, empty: int)
 
 
 def fit_columns(tensor: Tensor, columns: int, empty: int) -> Tensor:
-    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers, padded with `empty` or cut."""
+    """[B,H,K,...] -> [B,H,columns,...]: copy to new buffers of so many columns; the tensor is cut, or padded with `empty`."""
     B, H, K, *rest = tensor.shape
     new = tensor.new_empty(B, H, columns, *rest)
     new[:, :, :K] = tensor[:, :, :columns]

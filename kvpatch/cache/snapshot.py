@@ -17,9 +17,9 @@ from .state import TextState
 class LayerPart:
     """Part of a layer that a report needs.
 
-    positions_BHT: of the held tokens, not copied; -1 in an empty slot. mass_BH, unfitted_BH: as in SlotLayer. nbytes: allocated
-    for keys and values. full_nbytes: of a layer that keeps every column, or the layer's own sliding window. token_nbytes: of a
-    token that every head holds, in all rows.
+    positions_BHT: of the held tokens, not copied; -1 in an empty slot. mass_BH, unfitted_BH: as in SlotLayer. nbytes: bytes
+    allocated for keys and values. full_nbytes: bytes that a layer would need which keeps every column, or the layer's own
+    sliding window. token_nbytes: bytes of one token in all heads and rows.
     """
 
     positions_BHT: Tensor
@@ -39,7 +39,7 @@ class LayerPart:
         kept = min(layer.columns_read, bound or layer.columns_read)
         about = *layer.kv.sizes, layer.dtype.itemsize, layer.latent
         full = B * H * kept * count_entry_bytes(FULL, *about)  # of a cache that evicts nothing
-        token = B * H * count_entry_bytes(layer.bits, *about)  # of one
+        token = B * H * count_entry_bytes(layer.bits, *about)  # of one token in each head and row
         noted = layer.mass_BH, layer.unfitted_BH
         return cls(layer.positions[:, :, : layer.columns_used], *noted, layer.kv.nbytes, full, token)
 
@@ -75,7 +75,7 @@ class Snapshot:
             index: LayerPart.of(layer, bounds[index]) for index, layer in enumerate(layers) if layer.is_initialized
         }
         lengths_B = None if cache.seen_B is None else cache.read_B
-        # such a cache has emptied the layers that count columns
+        # a cache for one pass has emptied the layers that count columns
         seen = cache.pass_record.columns if cache.layer_parts and cache.pass_record is not None else cache.columns_read
         peak = max(cache.meter.peak, sum(part.nbytes for part in parts.values()))
         # acted: some token was computed after an eviction; seconds: times of the last generate()

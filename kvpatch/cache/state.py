@@ -39,8 +39,8 @@ class TextPlans:
 
     prompt_len: columns of the prompt, if generate() has announced them; a prompt fed in pieces then ends there. new_tokens:
     tokens to generate, if known. static_room: tokens to decode in buffers that reach their final size when the prompt ends.
-    may_roll_back: the cache is an assistant's. resent_columns: columns read before, which generate()'s first pass may bring
-    again. copy_per_row: the text is a prefix, of which each row of the first pass gets a copy.
+    may_roll_back: an assistant model drafts with the cache. resent_columns: columns read before, which generate()'s first pass
+    may bring again. copy_per_row: the text is a prefix, of which each row of the first pass gets a copy.
     """
 
     prompt_len: int | None = None
@@ -72,7 +72,7 @@ class Meter:
 
     def count(self, before: int, during: int, after: int) -> None:
         """For `read_prompt`, `_count_move`: update `now` and `peak` by bytes before, while and after a layer reads or moves."""
-        others = self.now - before
+        others = self.now - before  # bytes of the other layers
         self.peak = max(self.peak, others + during + (after if after != during else 0))  # new buffers beside the old ones
         self.now = others + after
 
@@ -96,7 +96,7 @@ class PassRecord(Protocol):
 class BoundSteps(Protocol):
     """Decode steps as attention/ has bound them to the layers of a cache, and keeps them from pass to pass.
 
-    running: by layer, the bound step of the pass `now`, once its first layer has run; None in layers that take the whole way.
+    running: by layer, the bound step of the pass `now`, once its first layer has run; None in layers that go through `attend`.
     """
 
     now: Forward | None
@@ -115,7 +115,7 @@ class RowAlignment:
     """Alignment of the batch rows.
 
     concatenated: rows are at different positions of their texts (`concatenate`). padded: some prompt had padding.
-    by_columns: its positions counted the padding. gaps_B: columns of padding after tokens that positions count, per row; None
+    by_columns: positions counted that padding. gaps_B: columns of padding after tokens that positions count, per row; None
     if there are none. columns_at_edit: columns read when tokens were last forgotten, 0 if none were.
     """
 
@@ -173,6 +173,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         self.messages: Messages | None = None  # of a chat's prompt
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: globals go at exit
+        """Tell the record of the passes over this cache that it is freed, except as Python exits."""
         record = vars(self).get("pass_record")  # missing if __init__ raised
         if record is not None and not finalizing():
             record.release(self)
@@ -199,7 +200,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         if not counters.has_uncounted_steps or self.in_progress.get("stale"):
             return
         self.in_progress["stale"] = ["step under torch.compile"]
-        count = int(counters.tensors.columns) - self.layers[0].columns_read  # compiled steps since
+        count = int(counters.tensors.columns) - self.layers[0].columns_read  # steps to be counted
         counters.steps += count
         if count > 0:
             self.note_ids(counters.tensors.read_tape(self.columns_read, count), count)
@@ -226,7 +227,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.layers[0].columns_read
 
     def count_in(self, dtype: torch.dtype) -> None:
-        """Count a budget in bytes for keys of this dtype, if no text has been read yet."""
+        """Turn a budget in bytes into tokens whose keys have this dtype, if no text has been read yet; changes `settings`."""
         if self.seen_B is None:
             self.settings = self.settings.in_dtype(dtype)
 
@@ -254,11 +255,14 @@ class TextState(Unpicklable, MutationGuard, WithStates):
         return self.now
 
     def count_temperature_steps(self) -> int:
-        """Return the decode steps over which a score's temperature changes."""
+        """Return the decode steps over which a score's temperature changes: those announced, else the policy's own number."""
         return self.plans.new_tokens or self.settings.policy.needs.span
 
     def temperature(self, ahead: int) -> float | Tensor:
-        """Return, for `_add_statistics` and kernels, the softmax temperature `ahead` steps into a pass: [B] if rows differ."""
+        """Return the temperature of a score's softmax (Keyformer's), `ahead` decode steps into the pass; [B] if rows differ.
+
+        `_add_statistics` and `_run_kernels` ask in each decode step, stacked layers once for all.
+        """
         policy, counters, now = self.settings.policy, self.counters, self.current_pass
         behind_B, span_B = counters.steps_behind_B, None if self.plans.new_tokens else counters.temperature_steps_B
         if now.traced:
@@ -282,7 +286,7 @@ class TextState(Unpicklable, MutationGuard, WithStates):
     def unstack_layers(self, due: bool | None = None) -> None:
         """Undo the stacking of layers (their tensors joined, to step as one) and prepared steps, for `crop` and others.
 
-        due: stack again before the next step, None: if layers were stacked, or were going to be.
+        due: True: stack them again before the next decode step; None: do so if they were stacked, or were going to be.
         """
         due = (self.stacked or self.stack_due) if due is None else due
         if self.steps is not None:

@@ -16,14 +16,16 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class HeadTensor:
-    """One such tensor, an attribute of SlotLayer that is None where nothing asks for it.
+    """Description of a tensor with a number for each KV head: an attribute of SlotLayer, None in layers that need none.
 
     Attributes:
         name: the attribute; its end says what the axes are, as in keep_BH1.
-        dtypes: that it may have in a file.
-        stepped: whether decode steps change it, by another tensor in its place, so that roll-back puts the old one back.
-        missing: its number for texts that have none, where others that have some are joined with them; None if then none has.
-        wanted: "evicting" if layers have it whose policy evicts, "weighing" if those may whose budget follows from scores.
+        dtypes: the dtypes that it may have in a file.
+        stepped: True if decode steps change it, by another tensor in its place, so that roll-back puts the old one back.
+        missing: the number that stands for it in a text without it, if that is joined with texts that have it; None: the
+            joined text has none either.
+        wanted: "evicting" if each layer whose policy evicts has it, "weighing" if layers may have it whose budget follows from
+            scores; "": any layer may have it.
     """
 
     name: str
@@ -45,19 +47,20 @@ class HeadTensor:
         )
 
     def _fill_missing(self, layer: Any) -> Tensor:
+        """Return the tensor of a layer that lacks it, filled with `missing`, for `join`."""
         B, H = layer.positions.shape[:2]
         return torch.full(self.shape(B, H), self.missing or 0, device=layer.positions.device)
 
     def shape(self, B: int, H: int) -> tuple[int, ...]:
-        """Return its shape."""
+        """Return the tensor's shape for B rows and H KV heads, by the letters at the end of its name: keep_BH1 has [B,H,1]."""
         return tuple({"B": B, "H": H, "1": 1}[axis] for axis in self.name.rpartition("_")[2])
 
     def may_be(self, settings: CacheSettings, layer: int, cuts: bool) -> bool:
-        """Tell if a layer may have it. cuts: the policy has evicted from it."""
+        """Tell the check of a file if a layer may have this tensor. cuts: the layer may evict, and a prompt has ended."""
         return not self.wanted or (cuts and (self.wanted == "evicting" or settings.rules[layer].weighs))
 
     def must_be(self, cuts: bool) -> bool:
-        """Tell if a layer has it in any case."""
+        """Tell the check of a file if a layer has this tensor in any case. cuts: as in `may_be`."""
         return cuts and self.wanted == "evicting"
 
 

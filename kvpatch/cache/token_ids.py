@@ -20,8 +20,8 @@ class TokenIds(Batched):
 
     Rows of a joined cache end in the last column, after PADDING.
 
-    columns: read so far, T. prompt: those before the newest prompt. offsets_B1: what positions after images differ by from
-    those that count tokens, in models that keep it beside the cache; None in others.
+    columns: read so far, T. prompt: those before the newest prompt. offsets_B1: how far the model's positions after images are
+    from the count of tokens, in models that keep such an offset beside the cache; None in others.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TokenIds(Batched):
 
     @property
     def ids_BT(self) -> Tensor | None:
-        """The ids, a view; None before the first."""
+        """The ids [B,T] of all columns read, a view of a wider tensor; None before the first."""
         return None if self._ids_BC is None else self._ids_BC[:, : self.columns]
 
     @property
@@ -76,7 +76,7 @@ class TokenIds(Batched):
             new_BQ[:, : real_BQ.shape[1]].masked_fill_(~real_BQ, PADDING)
 
     def skip_columns(self, B: int, columns: int, device: torch.device) -> None:
-        """Count columns that were read before, of which no id is known."""
+        """Add columns of unknown tokens until there are `columns`: for those that were read without their ids being noted."""
         if columns > self.columns:
             self.write(None, B, columns - self.columns, device)
 

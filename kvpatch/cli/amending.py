@@ -65,6 +65,7 @@ class AmendingSend:
         return b"\n".join(line[:6] + self._amend_json(line[6:]) if line.startswith(_DATA) else line for line in lines)
 
     def _amend_json(self, text: bytes) -> bytes:
+        """Return the JSON of one object as `_change` leaves it; the same bytes if nothing was changed."""
         answer = json.loads(text)
         return json.dumps(answer, separators=(",", ":")).encode() if self._change(answer) else text
 

@@ -47,7 +47,7 @@ def start_engine(model: Any, options: dict[str, Any], conversations: Conversatio
         KVPatchError: it does not start.
     """
     config = ContinuousBatchingConfig(**options, use_cuda_graph=False, use_async_batching=False)
-    # requests that sample add noise to their logits, and have processors of their own
+    # the engine is greedy: requests that sample add noise to their logits, and have processors of their own
     own = model.generation_config
     greedy = GenerationConfig(do_sample=False, eos_token_id=own.eos_token_id, stop_strings=own.stop_strings)
     manager = model.init_continuous_batching(
@@ -97,7 +97,7 @@ class Answers(CBGenerateManager):
             request.cached = tokens
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Do nothing: the engine began with the server."""
+        """Do nothing, where the base class would start an engine: `start_engine` has done so as the server began."""
 
     def generate_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
@@ -174,7 +174,7 @@ class Answers(CBGenerateManager):
     def _accept_request(
         self, tokenizer: Any, ids: list[int], gen_config: Any, request_id: str
     ) -> tuple[AcceptedRequest, dict[str, Any]]:
-        """Check a new request or raise RefusedError; return it and add_request's arguments. `generate_streaming` calls it."""
+        """Check a new request, set gen_config.max_new_tokens, return it and add_request's arguments. Raises RefusedError."""
         self._check_alive(request_id)  # of the base class: raises if the engine has failed
         request = self.requests[request_id]
         request.n_prompt = len(ids)
@@ -295,5 +295,5 @@ class _Streamer(CBStreamer):
         super().end()
 
     def cancel(self) -> None:
-        """End the request: nobody reads on."""
+        """End the request, since its client reads no further; transformers' handlers call this."""
         self.answers.cancel(self._request_id)

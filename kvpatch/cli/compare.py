@@ -77,7 +77,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
         continuation: a text to feed after the only prompt; None for the model's greedy continuation.
 
     Raises:
-        KVPatchError: as `read_text`, or a file cannot be written.
+        KVPatchError: the model cannot be loaded, a text cannot be compared (see `read_text`), or a file cannot be written.
     """
     model, tokenizer = source.model(), source.tokenizer()
     out = make_console(stderr=asked.json)
@@ -103,7 +103,7 @@ def run(asked: CompareOptions, source: Source, prompts: dict[str, str], continua
 
 
 def _show_end(out: Console, results: list[DivergenceTable], asked: CompareOptions) -> None:
-    """After the last prompt, print the columns' meanings, the advice and Python to paste; save the setting as settings.json.
+    """Print, after the last prompt, the columns' meanings, the advice and Python to paste; save the setting as settings.json.
 
     `run` calls it once. No file is saved if there is no setting to advise.
     """
@@ -225,7 +225,7 @@ def choose_policies(names: str, options: dict[str, Any], new: int) -> dict[str, 
     policies do.
 
     Raises:
-        KVPatchError: an unknown name, an option that none of them has, or a value that one of them refuses.
+        KVPatchError: a name is unknown, none of the policies has an option, or one refuses an option's value.
     """
     named = {name.strip(): get_policy(name.strip()) for name in names.split(",") if name.strip()}
     if not named:

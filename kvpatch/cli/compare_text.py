@@ -50,7 +50,8 @@ def read_text(
         later: a question to feed before the continuation.
 
     Raises:
-        KVPatchError: too short a prompt, nothing to feed, no room for it, or a tokenizer of another model.
+        KVPatchError: the prompt is too short, there is nothing to feed after it or no room for that, or the tokenizer belongs
+            to another model.
     """
     fed = None
     if continuation is not None:

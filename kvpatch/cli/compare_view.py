@@ -25,6 +25,7 @@ LEGEND = (
 
 
 def _mark_chance(policy: str) -> str:
+    """Return a policy's name as the table shows it: random eviction, the baseline to beat, gets "(chance)" added."""
     return f"{policy} (chance)" if policy == CHANCE else policy
 
 
@@ -234,6 +235,7 @@ def write_advice(results: list[DivergenceTable], tolerance: float, agreement: fl
 
 
 def _is_within(one: DivergenceFigures, tolerance: float, agreement: float) -> bool:
+    """Tell whether a setting may be advised: a KL of at most `tolerance`, and enough equal predictions (`agreement`)."""
     return one.kl <= tolerance and one.agreement >= agreement
 
 

@@ -151,6 +151,7 @@ def draw_picture(outcomes: list[DemoOutcome], reports: Reports, text: TextBatch)
     """Draw which tokens of a prompt each policy kept: a column per budget, a panel per policy. `run` saves the figure."""
 
     def make_panel(one: DemoOutcome) -> tuple[str, Tensor]:
+        """Return a panel's title, and the share [L,T] of each layer's heads that kept each token of the prompt."""
         name = one.policy if one.policy == "full" else f"{one.policy}, k={one.k:g}"
         return f"{name}: {_format_right(one.right)} answers right", reports[one.policy, one.k].kept().float().mean(1)
 

@@ -48,6 +48,7 @@ class EndAtDisconnect:
             return message
 
         async def send_message(message: Message) -> None:
+            """Send a message of the app's answer to the client, and note that the answer has begun."""
             begun.set()
             await send(message)
 

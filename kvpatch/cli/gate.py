@@ -106,10 +106,12 @@ class Gate:
         await self.app({**scope, "headers": others + new}, _replay_body(body, receive), send)
 
     def _add_conversations(self, health: dict[str, Any]) -> bool:
+        """Add the kept conversations to the answer to /health, in place. Returns True, which tells AmendingSend of a change."""
         health["conversations"] = self.answers.metrics.describe_conversations()
         return True
 
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Tell whether a request's headers have the server's key, compared in a time that tells nothing of the key."""
         given = dict(headers).get(b"authorization", b"")
         return hmac.compare_digest(given, f"Bearer {self.key}".encode())
 
@@ -150,7 +152,7 @@ def _parse_body(body: bytes) -> Any:
 def _encode_body(body: dict[str, Any]) -> bytes:
     """Return the JSON of an accepted request that `_check_and_answer` gives to the app.
 
-    Raises RefusedError if it is no UTF-8.
+    Raises RefusedError if a text has half a surrogate pair, which UTF-8 cannot encode.
     """
     try:
         return json.dumps(body, ensure_ascii=False).encode()

@@ -34,7 +34,7 @@ def run(
     how: as `list_arguments` returns them. The model is unpatched again at the end.
 
     Raises:
-        KVPatchError: the model, the tokenizer, the prompt or a setting cannot work.
+        KVPatchError: the model or its tokenizer cannot be loaded, the prompt does not fit, or `patched` refuses a setting.
     """
     model, tokenizer = source.model(), source.tokenizer()
     ids_1T, message = encode_message(model, tokenizer, text, raw, how["max_new_tokens"])
@@ -72,7 +72,7 @@ def encode_message(model: Any, tokenizer: Any, text: str, raw: bool, new: int) -
     and a sentence about omitted tokens, or "".
 
     Raises:
-        KVPatchError: as `fit_prompt`.
+        KVPatchError: the whole prompt would be omitted, or the tokenizer belongs to another model.
     """
     if raw or not getattr(tokenizer, "chat_template", None):
         return fit_prompt(model, tokenizer(text, return_tensors="pt").input_ids.long(), new)

@@ -73,7 +73,7 @@ def check_dtype(dtype: str) -> str:
 
 
 def check_device(device: str) -> None:
-    """Raise KVPatchError for a device of no known form, without importing torch."""
+    """Raise KVPatchError, without importing torch, unless --device has a known form, such as "cuda:1"."""
     if not _DEVICE.fullmatch(device):
         raise KVPatchError(f"--device {device} cannot be used: give {', '.join(_DEVICES[:-1])} or {_DEVICES[-1]}.")
 
@@ -96,7 +96,7 @@ class Source:
         check_folder(self.name)
 
     def config(self) -> Any:
-        """Load the model's configuration, which `_find_limit` asks before weights.
+        """Load the model's configuration, in which `_find_limit` finds the number of positions before weights are loaded.
 
         Raises KVPatchError if it cannot be loaded.
         """
@@ -140,7 +140,7 @@ def load_model(
         trust_remote_code: run Python code that comes with the model.
 
     Raises:
-        KVPatchError: it cannot be loaded or served, or the dtype or device is invalid.
+        KVPatchError: the model cannot be loaded or served, or the dtype or device is invalid.
     """
     dtype = check_dtype(dtype)
     check_device(device)
@@ -221,7 +221,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
         )
     except Exception as error:  # a tokenizer's files may raise anything
         raise KVPatchError(f"The model {name} has no tokenizer that can be loaded: {_format_reason(error)}") from error
-    # such as transformers makes of a folder without a vocabulary
+    # of a folder without a vocabulary transformers may make a tokenizer that turns every text into nothing
     if not tokenizer("text").input_ids or not tokenizer.decode(tokenizer("text").input_ids, skip_special_tokens=True):
         raise KVPatchError(missing)
     return tokenizer
@@ -243,14 +243,16 @@ def _format_reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line with text of an error's message, or the name of its type if there is none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
 def read_prompt(name: str, given: str = "FILE") -> str:
-    """Read the text of a command's prompt from a file, or from standard input for "-". Raises KVPatchError if it is empty.
+    """Read the text of a command's prompt from a file, or from standard input for "-". `TextFile.read_text` calls it.
 
-    `TextFile.read_text` calls it. given: name of the argument or option that names the file, for errors.
+    given: name of the argument or option that names the file, for errors. Raises KVPatchError if the text cannot be read, is no
+    UTF-8, or is empty.
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
         remote_code: whether Python code that comes with the model may run.
 
     Raises:
-        KVPatchError: it is an encoder-decoder, or `patched` would refuse it.
+        KVPatchError: the model is an encoder-decoder, or `patched` would refuse it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
@@ -27,7 +27,7 @@ def find_auto_class(name: str, config: Any, remote_code: bool) -> Any:
     causal, image = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     for auto, model_types in ((AutoModelForCausalLM, causal), (AutoModelForImageTextToText, image)):
         if kind in model_types or auto.__name__ in mapped:
-            if not (remote_code and auto.__name__ in mapped):  # such code runs once, where the weights are loaded
+            if not (remote_code and auto.__name__ in mapped):  # else its class is its own code, which only loading runs
                 _check_served(auto, config)
             return auto
     if getattr(config, "is_encoder_decoder", False):
@@ -53,5 +53,5 @@ def _check_served(auto: Any, config: Any) -> None:
     except KVPatchError as error:
         if not isinstance(error, NeedsWeights):
             raise
-    except Exception:  # a class of any shape: what is wrong with it shows when it is loaded
+    except Exception:  # transformers' classes may raise anything here: if it matters, loading raises it again
         return

@@ -18,6 +18,7 @@ from .loading import check_budget, parse_k, read_prompt
 
 
 def _complete_from(names: tuple[str, ...]) -> Any:
+    """Return a function that a shell's completion calls: it lists the names that begin with what has been typed."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -98,7 +99,7 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
     Commands call it before torch is imported.
 
     Raises:
-        KVPatchError: a malformed pair.
+        KVPatchError: a pair is malformed.
 
     Example:
         >>> parse_options(["window=16,pooling=max", "tau=(1.0, 2.0)"])
@@ -154,7 +155,7 @@ def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[
         others: the command's other options that are arguments of `patched`.
 
     Raises:
-        KVPatchError: a mistake in one of them, or an option that the file of --settings has is typed too.
+        KVPatchError: a name or a value is wrong, or an option is typed that the file of --settings has too.
     """
     typed, file = context.params, context.params["settings"]
     if file is None:
@@ -172,6 +173,7 @@ def choose_policy(context: typer.Context, options: dict[str, Any], others: dict[
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:
+    """Tell whether the user typed this option of the command, rather than left it at its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
@@ -192,7 +194,7 @@ def parse_bits(text: str) -> tuple[int, ...]:
     """Parse the list of `compare --bits`, separated by commas; "auto" stands for 16, 8 and 4. Duplicates go.
 
     Raises:
-        KVPatchError: a number that `bits` of patched() does not take, or none.
+        KVPatchError: the list is empty, or `bits` of patched() does not take a number.
 
     Example:
         >>> parse_bits("16,4"), parse_bits("auto")
@@ -257,7 +259,7 @@ def find_model_and_files(
     by the option `more_given`. missing: the error where there is no file.
 
     Raises:
-        KVPatchError: a model or a file is missing.
+        KVPatchError: the model or a file is missing, or the model is given twice.
     """
     arguments = list(files or ())
     if option is not None and argument is not None:

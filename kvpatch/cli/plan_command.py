@@ -69,5 +69,5 @@ def plan(  # noqa: PLR0913 - typer: an option is a parameter
 
 
 def _split_layers(k: str) -> str | list[str]:
-    """Return the budgets of a comma-separated list; one is a list too."""
+    """Return the text of -k as `make_plan` takes it: with a comma, a list of budgets, one per layer; else as it is."""
     return [part for part in k.split(",") if part.strip()] if "," in k else k

@@ -33,7 +33,7 @@ class RefusedError(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
 
     def describe(self) -> dict[str, Any]:
-        """Return the body of the answer."""
+        """Return the body of the answer, an error in OpenAI's form. Its type follows from the HTTP status."""
         kind = {401: "authentication_error"}.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -75,7 +75,7 @@ class Obeyed(NamedTuple):
 
 
 class FieldRefusal(NamedTuple):
-    """A field that is refused unless it asks for nothing: letters of PATHS, the values that do, and what to do instead."""
+    """A field that is refused: letters of PATHS where it is, values that pass (they ask for nothing), what to do instead."""
 
     paths: str
     harmless: tuple[object, ...]
@@ -107,23 +107,29 @@ def _expect_integer(low: int, high: int) -> Callable[[object], str | None]:
 
 
 def _expect_type(kind: type, word: str) -> Callable[[object], str | None]:
+    """Return a check for the table OBEYED: it says that a value must be `word`, such as "a string", unless it is a `kind`."""
     return lambda value: None if isinstance(value, kind) else f"must be {word}"
 
 
 def _check_prompt(value: object) -> str | None:
+    """Return what is wrong with the prompt of a text completion, or None. `_check_field` finds this in the table OBEYED."""
     if isinstance(value, list):
         return "must be one string: send a request for each prompt, and text in place of token ids"
     return None if isinstance(value, str) and value else "must be a string with at least one character"
 
 
 def _check_stop(value: object) -> str | None:
+    """Return what is wrong with a request's stop strings, or None. `_check_field` finds this in the table OBEYED."""
     given = [value] if isinstance(value, str) else value
     valid = isinstance(given, list) and len(given) <= 16 and all(isinstance(one, str) and one for one in given)
     return None if valid else "must be a string, or a list of at most 16, none of them empty"
 
 
 def _check_bias(value: object) -> str | None:
-    """Return what is wrong with a request's logit_bias (numbers by token ids as text), or None; for `_check_field`."""
+    """Return what is wrong with a request's logit_bias (numbers by token ids as text), or None.
+
+    `_check_field` finds this in the table OBEYED.
+    """
     valid = isinstance(value, dict) and all(
         re.fullmatch(r"[0-9]{1,9}", str(token)) and _expect_number(-100, 100)(bias) is None for token, bias in value.items()
     )
@@ -131,11 +137,13 @@ def _check_bias(value: object) -> str | None:
 
 
 def _check_stream_options(value: object) -> str | None:
+    """Return what is wrong with a request's stream_options, or None. `_check_field` finds this in the table OBEYED."""
     valid = isinstance(value, dict) and set(value) <= {"include_usage"} and isinstance(value.get("include_usage", True), bool)
     return None if valid else "may have include_usage alone (usage comes with the last piece of every stream)"
 
 
 def _check_tool_choice(value: object) -> str | None:
+    """Return what is wrong with a request's tool_choice, or None. `_check_field` finds this in the table OBEYED."""
     return None if value == "auto" else "must be 'auto': nothing here makes a model call a tool, or keeps it from it"
 
 

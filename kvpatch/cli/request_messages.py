@@ -1,4 +1,7 @@
-"""Checks of messages, input and tools of a request to `kvpatch serve`; each returns how a wrong one reads, or None."""
+"""Checks of messages, input and tools of a request to `kvpatch serve`.
+
+Each returns what is wrong, to be put after the field's name ("[0] needs content" gives "messages [0] needs content."), or None.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _TEXTS = ("text", "input_text", "output_text")
 
 
 def check_messages(value: object) -> str | None:
-    """Return what is wrong with the messages of a request for a chat, or None. `_check_field` calls it by the table OBEYED."""
+    """Return what is wrong with the messages of a request for a chat, or None. `_check_field` finds it in the table OBEYED."""
     if not isinstance(value, list) or not value:
         return "must be a list with at least one message"
     return next((f"[{i}]{wrong}" for i, one in enumerate(value) if (wrong := _check_message(one))), None)
@@ -22,7 +25,7 @@ def check_messages(value: object) -> str | None:
 def check_input(value: object) -> str | None:
     """Return what is wrong with `input` of /v1/responses, or None: a string, parts of a message, or messages and tool calls.
 
-    `_check_field` calls it by the table OBEYED.
+    `_check_field` finds it in the table OBEYED.
     """
     if isinstance(value, str):
         return None if value else "must have at least one character"
@@ -36,7 +39,10 @@ def check_input(value: object) -> str | None:
 
 
 def check_tools(value: object) -> str | None:
-    """Return what is wrong with the tools that a request lets the model call, or None. `_check_field` calls it by OBEYED."""
+    """Return what is wrong with the tools that a request lets the model call, or None.
+
+    `_check_field` finds it in OBEYED, the table of fields with their checks.
+    """
     if not isinstance(value, list):
         return "must be a list of functions"
     for i, one in enumerate(value):
@@ -50,7 +56,7 @@ def check_tools(value: object) -> str | None:
 def check_template_kwargs(value: object) -> str | None:
     """Return what is wrong with a request's values for its chat template, or None: a name that apply_chat_template() sets.
 
-    `_check_field` calls it by the table OBEYED.
+    `_check_field` finds it in the table OBEYED.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -99,7 +105,10 @@ def _check_message(message: Any) -> str | None:
 
 
 def _check_parts(parts: list[Any]) -> str | None:
-    """Return how the parts of a request's message are wrong, or None: all must be texts. `_check_message` calls it."""
+    """Return how the parts of a request's message are wrong, or None: all must be texts.
+
+    `_check_message` calls it, and `check_input` for an `input` that is such parts.
+    """
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXTS:
@@ -123,7 +132,7 @@ def _check_calls(calls: Any) -> str | None:
 
 
 def _check_arguments(arguments: Any) -> str | None:
-    """Return how the arguments of a tool's call (an object or its JSON) are wrong, or None. `_check_calls` calls it."""
+    """Return how a tool call's arguments (an object or its JSON) are wrong, or None; for `_check_calls` and `_check_item`."""
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

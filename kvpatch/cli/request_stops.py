@@ -36,7 +36,7 @@ class StopStringWatch:
         return text[: len(text) - n_held]
 
     def flush(self) -> str:
-        """Return what is still held back when the text ends."""
+        """Return what is still held back when the text ends, and hold it no longer. `_Streamer.end` calls it."""
         held, self._held = self._held, ""
         return held
 

@@ -99,9 +99,9 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
 
 
 def _read_bytes(kept: str | None, edits: bool) -> int | None:
-    """Parse --keep-conversations of `serve` to bytes, or None. Raises KVPatchError for no size, or for --edits without it.
+    """Parse --keep-conversations of `serve` to bytes; None if it is not given. `serve` calls it.
 
-    `serve` calls it.
+    Raises KVPatchError if the text `kept` is no size, or --edits is given without this option.
     """
     if kept is None and edits:
         raise KVPatchError("--edits edits conversations that are kept: add --keep-conversations 1GiB, or another size.")

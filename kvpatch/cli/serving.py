@@ -137,7 +137,7 @@ def _find_limit(source: Source, asked: int | None, settings: dict[str, Any]) -> 
 
 
 def _check_system(tokenizer: Any, edits: bool) -> None:
-    """Raise KVPatchError if --protect system cannot work with --edits or this model.
+    """Raise KVPatchError, under --protect system, if --edits is given too or the model has no chat template.
 
     `run` calls it before weights are loaded.
     """
@@ -191,7 +191,7 @@ def _serve_loaded(model: Any, tokenizer: Any, answers: Any, key: str | None, bou
             return [{"id": self.force_model, "object": "model", "created": started, "owned_by": "kvpatch"}]
 
     def build_mended(manager: Any, *more: Any, **named: Any) -> Any:
-        """For Serve(), in place of build_server(): build transformers' app; mend its checks, hang-ups and form of errors."""
+        """Build transformers' app, with kvpatch's `convert_messages`, and wrap it. Serve() calls it for build_server()."""
         for handler in (*more, *named.values()):
             if isinstance(handler, BaseHandler):
                 handler.get_processor_inputs_from_messages = convert_messages  # type: ignore[method-assign]
@@ -251,6 +251,7 @@ def _mend_app(app: Any, state: Any, served: Any, answers: Any, key: str | None) 
     from .request_fields import RefusedError
 
     def describe(error: Exception, status: int) -> Any:
+        """Return an error as an answer in OpenAI's form, with its own HTTP status if it is a RefusedError, else `status`."""
         refused = error if isinstance(error, RefusedError) else RefusedError(str(error), status=status)
         return JSONResponse(refused.describe(), status_code=refused.status)
 

@@ -109,7 +109,8 @@ def read_story(model: Any, tokenizer: Any) -> StoryText:
     `run` calls it once.
 
     Raises:
-        KVPatchError: the model has no room for them, or the tokenizer does not say where its tokens stand in a text.
+        KVPatchError: the model has no room for document, question and answer, or the tokenizer does not say where its tokens
+            stand in a text.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise KVPatchError(

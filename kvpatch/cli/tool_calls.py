@@ -29,7 +29,7 @@ def convert_messages(messages: list[dict[str, Any]], modality: Modality) -> list
 def make_tolerant_parser(tokenizer: Any) -> Callable[..., Any]:
     """Return a function in place of the tokenizer's parse_response: an unreadable tool call becomes text, not an error.
 
-    `_serve_loaded` calls it as a server starts.
+    `run` of `kvpatch serve` calls it before the server starts.
     """
     parse = tokenizer.parse_response
 

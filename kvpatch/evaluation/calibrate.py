@@ -33,7 +33,7 @@ _KEEPS_ALL = 1 << 20  # tokens, more than a piece of text has
 def calibrate(
     model: Any, pieces: Sequence[Tensor], on_piece: Callable[[], None] = lambda: None, teacher: Policy | None = None
 ) -> Calibration:
-    """For `kvpatch calibrate`: return statistics of a model's queries over some text; with a teacher, weights that imitate it.
+    """Return statistics of a model's queries over some text, for `kvpatch calibrate`; with a teacher, weights that imitate it.
 
     Args:
         model: not patched.
@@ -42,7 +42,7 @@ def calibrate(
         teacher: policy of a second reading, as `make_teacher` makes it, to learn for the policy `learned`; None for queries.
 
     Raises:
-        KVPatchError: the model cannot be read so; or, with a teacher, no piece is longer than its sinks.
+        KVPatchError: `patched` refuses the model; or, with a teacher, no piece is longer than its sinks.
     """
     # the model's parts; sums by layer and statistic
     target, sums = Target.find(model), dict[int, dict[str, Totals]]()
@@ -159,6 +159,6 @@ def _read_scores(layer: SlotLayer, sinks: int) -> Sample:
 
 
 def _add_piece(sample: Sample, sums: dict[str, Totals]) -> None:
-    """Add a piece's sample to the sums of a layer, in place."""
+    """Add a piece's sample to a layer's sums (by statistic) in place; `calibrate` calls it for each piece and layer."""
     for name in list_statistics(sample.kinds):
         sums[name] = MEASURES[name].add_piece(sums.get(name), sample)

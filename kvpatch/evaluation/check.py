@@ -60,7 +60,7 @@ def check_model(model: Any, policy: str | Policy | Settings = "snapkv", k: Any =
 
 
 def _read_settings(settings: Settings, k: Any) -> tuple[Policy, Any]:
-    """For `check_model`: return policy and k of Settings. KVPatchError if `k` is given too, or for options not checked."""
+    """Return policy and k of Settings, for `check_model`. Raises KVPatchError if `k` is given too, or for unchecked options."""
     settings.add_arguments({} if k is HALF else {"k": k})
     for name, value in settings.options.items():
         if name in OF_PATCH and name != "schedule":
@@ -86,7 +86,7 @@ class Checks:
     """
 
     def __init__(self, model: Any, policy: str | Policy = "snapkv", k: Any = 0.5, seed: int = 0) -> None:
-        """For `check_model`: refuse what `patched` refuses, draw token ids, measure the tolerance by two unpatched passes."""
+        """Refuse what `patched` refuses, draw token ids, and measure the tolerance by unpatched passes; for `check_model`."""
         self.model, self.seed = model, seed
         if getattr(model, "training", False):
             raise KVPatchError("A model in training mode fills no cache, which check_model() looks at: call model.eval().")
@@ -107,7 +107,7 @@ class Checks:
         return dataclasses.replace(self.policy, merging=None)
 
     def _prompt_length(self, settings: Any) -> int:
-        """For `__init__`: return how many tokens the prompts have: enough to evict, for three windows; up to _LONGEST."""
+        """Return the length of the prompts in tokens: three observation windows or more, so many that layers evict."""
         window = self.policy.needs.find(WindowAttention)
         n = max(_PROMPT, 3 * (0 if window is None else window.width))
         evicting = [layer for layer in range(len(self.target.attentions)) if settings.budget.rules[layer].evicts]
@@ -116,7 +116,7 @@ class Checks:
         return min(n, _LONGEST, (positions_of(self.model) or _LONGEST + _NEW) - _NEW)
 
     def run(self) -> list[CheckResult]:
-        """For `check_model`: run all checks in order. An exception inside a check becomes its result."""
+        """Run all checks in order, for `check_model`. An exception inside a check becomes its result."""
         checks: list[tuple[str, Callable[[], Outcome]]] = [
             ("k=1.0 gives the unpatched model's logits", self.check_full),
             ("eviction is the same as masking", self.check_masking),
@@ -186,13 +186,13 @@ class Checks:
 
     def check_forgetting(self) -> Outcome:
         """Compare, for `run`, a cache that forgets spans (of the prompt, a row, new tokens) with masking what it lacks."""
-        edits = {
+        edits = {  # when so many tokens were read: the spans that go, and the row that they go from; None: both rows
             self.n: ([(self.n // 4, self.n // 2), (self.n - 2, self.n - 1)], None),
             self.n + 2: ([(1, self.n // 8)], 0),
             self.n + 4: ([(self.n + 1, self.n + 3)], 1),
         }
         watched, passes = Evictions(self.n, self.ids_BT.shape[1]), iter(range(self.n, self.ids_BT.shape[1] + 1))
-        wrong: list[int] = []
+        wrong: list[int] = []  # layers in which other tokens went, or not all of these
 
         def watch(cache: EvictingCache) -> None:
             """Forget the spans of `edits` for this pass, and note which tokens are held. `feed` calls this after each pass."""
@@ -208,6 +208,7 @@ class Checks:
         return f"other tokens went in layer {wrong[0]}" if wrong else (got, self._predict_masked(watched.list_seen()), "")
 
     def _predict_masked(self, seen: list[Tensor]) -> Tensor:
+        """Return the unpatched model's predictions for the checks' ids, if each layer's queries see what `seen` says alone."""
         return predict_masked(self.model, self.target, self.ids_BT, self.n, seen, self._take_positions())
 
     def _take_positions(self) -> dict[str, Tensor]:
@@ -218,19 +219,19 @@ class Checks:
         return {"position_ids": torch.arange(T, device=self.model.device)[None].expand(len(self.ids_BT), -1)}
 
     def check_padding(self) -> Outcome:
-        """Compare, for `run`, a left-padded row with the row alone; with masking, if the model's positions count padding."""
+        """Compare, for `run`, a left-padded row with the row alone; where they differ unpatched too, compare with masking."""
         pads = self.n // 3
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
         if not self._take_positions() or self.target.why_positions_fixed() is not None:  # positions may count padding
             shift = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
-            if float(shift.abs().max()) > 1000 * self.tolerance:  # unpatched, padding moves logits: positions count it
+            if float(shift.abs().max()) > 1000 * self.tolerance:  # far beyond rounding: the model's positions count padding
                 return self._predict_padded(mask, pads)
         with patched(self.model, self.policy, self.k, seed=self.seed):
             return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""
 
     def _predict_padded(self, mask_BT: Tensor, pads: int) -> Outcome:
-        """For `check_padding`: compare a padded batch with masking, for a model whose positions count the padding."""
+        """Compare, for `check_padding`, a padded batch with the same one unpatched, under masks that hide what was evicted."""
         watched = Evictions(self.n, self.ids_BT.shape[1], torch.tensor([0, pads], device="cpu"))
         with patched(self.model, self.policy, self.k, seed=self.seed):
             got = feed(self.model, self.ids_BT, self.n, mask_BT, watched.note_held).logits_BSV
@@ -243,7 +244,7 @@ class Checks:
         return "" if torch.equal(first, second) else f"off by {float((first - second).abs().max()):.1e}"
 
     def check_restored(self) -> str:
-        """For `run`: compare the model before and after two patches, one raising: attributes by identity, logits by bits."""
+        """Compare, for `run`, the model before and after two patches, one left by an error: attributes, and bits of logits."""
         before, logits = _record_model(self.model), self._feed_tokens(self.ids_BT)
         self._patched_logits()
         try:
@@ -258,11 +259,12 @@ class Checks:
         return "" if torch.equal(self._feed_tokens(self.ids_BT), logits) else "attributes are as before, but the logits differ"
 
     def _patched_logits(self) -> Tensor:
+        """Return the logits of the checks' ids under the policy and budget that are checked."""
         with patched(self.model, self.policy, self.k, seed=self.seed):
             return self._feed_tokens(self.ids_BT)
 
     def _feed_tokens(self, ids_BT: Tensor, mask_BT: Tensor | None = None, skipped: int = 0) -> Tensor:
-        """Return logits [B,1+_NEW,V] of the prompt's last token and of each further token, fed one by one."""
+        """Return logits [B,1+_NEW,V] after the prompt and each further token. skipped: tokens cut from the prompt's start."""
         return feed(self.model, ids_BT, self.n - skipped, mask_BT).logits_BSV
 
 

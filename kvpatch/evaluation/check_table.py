@@ -24,10 +24,11 @@ class CheckResult:
 
 
 def compare_logits(name: str, got: Tensor, expected: Tensor, remark: str, tolerance: float) -> CheckResult:
-    """Compare, for a check named `name`, a patch's logits with the unpatched model's: where these are finite, if some are.
+    """Compare, for a check named `name`, a patch's logits with the unpatched model's wherever the latter are finite.
 
-    They are not where a vocabulary is cut with -inf, nor under padding in float64 where a model's softmax is in float32, for
-    which float64's mask is -inf (BLOOM, MPT). remark: put before what was found. tolerance: a share of the largest logit.
+    `_run_check` calls it. Some are not finite where a vocabulary is cut with -inf, and under padding in float64 where a model's
+    softmax is in float32, for which float64's mask is -inf (BLOOM, MPT). If none is, the check fails. remark: put before what
+    was found. tolerance: a share of the largest logit.
     """
     finite = expected.isfinite()
     if not finite.any():

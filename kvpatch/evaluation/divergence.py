@@ -100,7 +100,7 @@ class Comparison:
     """
 
     def __init__(self, model: Any, ids_1T: Tensor, n: int, schedule: str | None = None, seed: int = 0, asked: int = 0) -> None:
-        """For `kvpatch compare`: feed the text to the unpatched model; keep predictions and bytes, to compare settings with."""
+        """Feed the text to the unpatched model, and keep its predictions and bytes, with which settings are compared."""
         self.model, self.ids_1T, self.n, self.schedule, self.seed = model, ids_1T, n, schedule, seed
         # index of the first prediction that counts: not the prompt's own, which precedes any eviction, nor a question's
         self.first = max(1, asked)
@@ -117,7 +117,7 @@ class Comparison:
         on_start: Callable[[str, str], None] = lambda policy, size: None,
         bits: Sequence[int] = (FULL,),
     ) -> DivergenceTable:
-        """For `kvpatch compare`: measure every policy under every budget, with each of these numbers of bits.
+        """Measure every policy under every budget, with each of these numbers of bits, for `kvpatch compare`.
 
         Args:
             policies: by the names that rows show.
@@ -181,9 +181,9 @@ class Comparison:
 
 
 def divergence(log_p_SV: Tensor, log_q_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """For `measure_policy`: return KL(p || q) in nats [S]; and bool [S]: both have the same likeliest token.
+    """Return KL(p || q) [S] in nats, and bool [S], whether p and q have the same likeliest token; for `measure_policy`.
 
-    p: by the full cache, q: by another.
+    log_p_SV, log_q_SV: log-probabilities of S predictions, p by the full cache, q by another.
     """
     p_SV = log_p_SV.exp()
     kl_S = torch.where(p_SV > 0, p_SV * (log_p_SV - log_q_SV), 0.0).sum(-1).clamp_min(0.0)

@@ -102,6 +102,7 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
     @property
     def _may_evict(self) -> bool:
+        """Tell whether the policy and budget can evict anything at all."""
         return self.patch.settings.acts
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -194,7 +195,10 @@ class KVPatchLM(HFLM):  # type: ignore[misc]
 
 
 def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[str, Any, dict[str, Any]]:
-    """For `__init__`: return policy, k, and `kwargs` with the options of Settings. KVPatchError if one is given twice."""
+    """Return policy, k, and `kwargs` with the options of Settings added, for `__init__`.
+
+    Raises KVPatchError if k or an option is given beside the Settings that have it.
+    """
     options = {_NAMES.get(name, name): value for name, value in settings.options.items()}
     twice = {name: kwargs[_NAMES.get(name, name)] for name in settings.options if _NAMES.get(name, name) in kwargs}
     settings.add_arguments(twice if k is HALF else twice | {"k": k})
@@ -202,7 +206,10 @@ def _add_settings(settings: Settings, k: Any, kwargs: dict[str, Any]) -> tuple[s
 
 
 def _check_names(given: Iterable[str], options: Iterable[str]) -> None:
-    """For `__init__`, before a model is loaded: KVPatchError for a misspelt argument: unknown to HFLM, near ours."""
+    """Raise KVPatchError, before a model is loaded, for an argument that HFLM does not know and that looks like one of ours.
+
+    `__init__` calls it. given: names of the arguments. options: names of options of policies.
+    """
     ours = ["policy", "k", "settings", *_NAMES.values(), *options]
     theirs = {*inspect.signature(HFLM.__init__).parameters, *inspect.signature(PreTrainedModel.from_pretrained).parameters}
     for name in given:

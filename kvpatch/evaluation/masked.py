@@ -17,7 +17,7 @@ from ..hooks.target import Target
 from ..policies.windows import keep_in_window
 from .teacher_forcing import feed, predictions, widen
 
-Attentions = list[tuple[nn.Module, Adapter]]  # with what each layer's queries see; a reader's see what its source's do
+Attentions = list[tuple[nn.Module, Adapter]]
 
 
 class Evictions:
@@ -50,7 +50,8 @@ class Evictions:
     def _see_layer(self, causal_QT: Tensor, index: int) -> Tensor:
         """Return the mask of a layer, for `list_seen`: which tokens each query saw, bool [B,N,Q,T], by the noted passes.
 
-        causal_QT: True up to the query itself. Queries of the prompt, the first `n`, see as much.
+        causal_QT: True up to the query itself. Queries of the prompt (the first `n`) see all that; each later one sees what
+        was held before it, and itself.
         """
         # positions held after each pass: of each, the next query sees these and itself
         held_after = [held_by_layer[index] for held_by_layer in self.passes[:-1]]  # no query sees what the last pass left
@@ -98,7 +99,7 @@ def predict_masked(
     Returns:
         Logits [B,1+T-n,V] after the prompt and after each further token, or hidden states of a model without a head.
     """
-    # modules(): layer whose keys it uses, if it only reads them, and (module, adapter)
+    # modules(): the layer whose keys a module uses (it sees what that one sees), whether it only reads them, (module, adapter)
     attentions = [pair for _, _, pair in target.modules()]
     seen = [seen[layer] for layer, _, _ in target.modules()]
     pads_B = torch.zeros(1, dtype=torch.int64, device="cpu") if mask_BT is None else (mask_BT.cumsum(-1) == 0).sum(-1).cpu()
@@ -110,7 +111,10 @@ def predict_masked(
 
 @contextmanager
 def _put_masks(attentions: Attentions, seen: list[Tensor], pads_B: Tensor) -> Iterator[None]:
-    """For `predict_masked`: in a with-block, mask the queries of the unpatched model's attention modules, by pre-hooks."""
+    """Hide keys from the unpatched model's attention modules inside a with-block, by pre-hooks; for `predict_masked`.
+
+    seen: for each module, which keys its queries see. pads_B: tokens of padding at the start of each row.
+    """
     hooks = []
     try:
         for (module, adapter), seen_BNQT in zip(attentions, seen, strict=True):
@@ -138,6 +142,7 @@ class _Masked:
     """Pre-hook of an attention module that hides more keys in the mask that the module gets, which may hold ALiBi too."""
 
     def __init__(self, window: int | None, seen_BNQT: Tensor, pads_B: Tensor, disguised: bool = False) -> None:
+        """Note which keys the queries see, of those in the layer's window. disguised: the module refuses masks by head."""
         at_BT = torch.arange(seen_BNQT.shape[-1], device="cpu") - pads_B[:, None]
         self.seen = keep_in_window(seen_BNQT, window, at_BT[:, None, None], at_BT[:, None, :, None])
         self.window, self.read, self.disguised = window, 0, disguised
@@ -155,13 +160,14 @@ class _Masked:
         return (hidden,), call
 
     def _take_rows(self, given: Tensor | None, Q: int) -> Tensor:
-        """For `__call__`: return which of the module's keys the pass's Q queries see; add Q to `read`, the tokens so far."""
+        """Return which of the module's keys the pass's Q queries see, for `__call__`; add Q to `read`, the tokens so far."""
         start, self.read = self.read, self.read + Q
-        n_keys = given.shape[-1] if given is not None else self.window if Q == 1 else None  # a cache may hold a window alone
+        # keys of the module, the newest ones: as many as its mask has; without a mask, in a decode step, those of its window
+        n_keys = given.shape[-1] if given is not None else self.window if Q == 1 else None
         return self.seen[:, :, start : self.read, : self.read][..., -(n_keys or 0) :]
 
     def _hide_keys(self, given: Tensor | None, seen_BNQT: Tensor, hidden_BQE: Tensor) -> Tensor:
-        """For `__call__`: return `given` with the keys hidden that are not seen, bool or added to logits, as `given`."""
+        """Return the mask `given` with the unseen keys hidden too, for `__call__`: bool or added to logits, as `given` is."""
         if given is not None and given.dtype == torch.bool:  # the last query sees itself, which tells what True means
             return given & seen_BNQT if given[0, 0, -1, -1] else given | ~seen_BNQT
         given = torch.zeros_like(seen_BNQT, dtype=hidden_BQE.dtype) if given is None else given
@@ -200,4 +206,5 @@ def measure_rounding(model: Any, mixers: Sequence[nn.Module], ids_BT: Tensor, pl
 
 
 def _find_unit(dtype: torch.dtype) -> float:
+    """Return one unit in the last place of a number near 1, of float32 in place of float64; for `measure_rounding`."""
     return torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps

@@ -73,7 +73,7 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def positions_of(model: Any) -> int | None:
-    """For `patched` and commands: return how many positions a text must fit into, by the configuration; None: no limit."""
+    """Return how many positions a text must fit into, by the model's configuration; None: no limit. Commands call it."""
     config = model.config.get_text_config()
     counts = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((count for count in counts if isinstance(count, int) and count > 0), None)

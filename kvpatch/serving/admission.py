@@ -47,7 +47,7 @@ class Admission:
         super().add_waiting_request(state)  # type: ignore[misc]
 
     def finish_request(self, request_id: str) -> None:
-        """End a request after its last token, and keep its cache as a conversation."""
+        """End a request after its last token, and keep its cache as a conversation. transformers' engine calls this."""
         self._keep_conversation(request_id)
         super().finish_request(request_id)  # type: ignore[misc]
 
@@ -61,6 +61,7 @@ class Admission:
         return super().clear_cancelled_requests()  # type: ignore[misc]
 
     def _keep_conversation(self, request_id: str) -> None:
+        """Hand a request that ends to the pool, which may keep its cache; nothing if it was never admitted."""
         state = self.active_requests.get(request_id)
         if state is not None:
             self.cache.keep(state)
@@ -115,9 +116,9 @@ class Admission:
             self.block_new_requests = False  # transformers' flag: there is room again
 
     def _limit_length(self, state: Any, positions: int) -> None:
-        """Set an arriving request's max_new_tokens, if it has none, by the last position. Raise KVPatchError if it needs more.
+        """Set an arriving request's max_new_tokens, if it has none, so that it ends at the model's last position.
 
-        `add_waiting_request` calls it for a model with a limited number of positions.
+        `add_waiting_request` calls it for a model with so many positions. Raises KVPatchError if the request needs more.
         """
         prompt = len(state.initial_tokens)
         if state.max_new_tokens is None:

@@ -38,6 +38,7 @@ class Conversation:
     held: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Measure the cache once: `nbytes` and `held`."""
         self.nbytes = count_bytes(self.cache)
         counts = [self.cache.held(layer).float().mean() for layer in range(len(self.cache.layers))]
         self.held = [int(count.ceil()) for count in counts]
@@ -68,6 +69,7 @@ class Beginning:
         self._removed = n_read - self.columns  # for `copy` to crop
 
     def __len__(self) -> int:
+        """Return how many tokens of the request's text these are."""
         return len(self.positions)
 
     def copy(self) -> EvictingCache:
@@ -128,7 +130,10 @@ class Conversations:
         self._keep_newest([*before, *others, new] if new.nbytes <= self.most else self._kept)
 
     def _keep_newest(self, kept: list[Conversation]) -> None:
-        """Keep these, the first to go first, without as many of the first as have too many bytes."""
+        """Set the conversations that are kept, those to drop first in front, and drop as many as have too many bytes.
+
+        `keep` and `_edit_conversation` call it.
+        """
         while sum(one.nbytes for one in kept) > self.most:
             kept = kept[1:]
         self._kept = kept  # at once, for whoever counts them in another thread

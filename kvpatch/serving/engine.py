@@ -53,12 +53,12 @@ OFF: tuple[tuple[str, object, str], ...] = (
 
 @dataclass(frozen=True)
 class EngineTerms:
-    """Facts of a patch and its model.
+    """Facts of a patch and its model, which an engine serves under.
 
-    max_positions: that the model has, or None. kv_bytes: of a token's keys and values in all layers. carry: makes the attention
-    mask of a packed pass, by which the decoder's hook finds the pool. find_prefix: returns the patch's prefix that a text
-    begins with, if any. limit: what an error says of max_positions. placeholders: what ids that are no text stand for, such as
-    "an image".
+    max_positions: how many the model has; None for any number. kv_bytes: bytes of a token's keys and values in all layers.
+    carry: makes the attention mask of a packed pass, by which the decoder's hook finds the pool. find_prefix: returns the
+    patch's prefix that a text begins with, if any. limit: what an error says of max_positions. placeholders: what ids that are
+    no text stand for, such as "an image".
     """
 
     settings: CacheSettings
@@ -193,11 +193,13 @@ class _Packing:
         return _supports_logits_to_keep(self.model)
 
     def __call__(self, input_ids: Tensor, **given: Any) -> Any:
+        """Run the model on the tokens of a packed pass. The engine calls it in place of the model."""
         kept = {name: value for name, value in given.items() if name == "logits_to_keep"}
         return self.model(input_ids=input_ids, attention_mask=self.carry(self.pool), use_cache=False, **kept)
 
 
 def _supports_logits_to_keep(model: Any) -> bool:
+    """Tell whether the model can compute the logits of chosen tokens alone, as transformers' own method says."""
     supports = getattr(model, "_supports_logits_to_keep", None)
     return callable(supports) and bool(supports())
 
@@ -213,14 +215,14 @@ def find_manager(
 ) -> BatchingManager:
     """Return the manager that the model keeps between calls if it was made under this patch; else a new one, not yet started.
 
-    A patched model's `init_continuous_batching` calls it. tokenizer: for stop strings. conversations: for a new manager. A new
-    one is noted in _MANAGERS, for `stop_managers`.
+    A patched model's `init_continuous_batching` calls it. tokenizer: for stop strings. conversations: where caches of ended
+    requests go; if given, the manager is always new. A new one is noted in _MANAGERS, for `stop_managers`.
     """
     kept = vars(model).get(KEPT_MANAGER)  # transformers' attribute
     if conversations is None and isinstance(kept, BatchingManager) and kept.terms.settings is terms.settings:
         return kept
     generation_config = model.generation_config if generation_config is None else generation_config
-    if generation_config.eos_token_id is None:  # the engine's name for none
+    if generation_config.eos_token_id is None:  # the engine takes -1 for no end token
         generation_config = copy.deepcopy(generation_config)
         generation_config.eos_token_id = -1
     config = continuous_batching_config or getattr(generation_config, "continuous_batching_config", None)
@@ -245,7 +247,7 @@ _MANAGERS: weakref.WeakKeyDictionary[Any, weakref.WeakSet[BatchingManager]] = we
 
 
 def _make_stops(strings: str | list[str] | None, tokenizer: Any) -> StopStringCriteria | None:
-    """Return the criterion of stop strings for a new `BatchingManager`; None, and a warning, without a tokenizer."""
+    """Return the criterion of stop strings for a new `BatchingManager`; None if there are none, or no tokenizer (a warning)."""
     if not strings:
         return None
     if tokenizer is None:
@@ -273,4 +275,5 @@ def _switch_off(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Return a context in which work goes to a CUDA stream, that of the engine's passes; None: no stream, as on a CPU."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class PackedPass:
-    """The parts of one forward pass; together they cover its columns. settings: of all their caches."""
+    """The parts of one forward pass; together they cover its columns (tokens). settings: those of all the parts' caches."""
 
     def __init__(self, parts: list[Part], settings: CacheSettings) -> None:
         self.parts, self.settings = parts, settings

@@ -29,23 +29,23 @@ from .rows import RowPool
 
 
 class _Sectors:
-    """The engine's pool of sectors: blocks here are returned as soon as they are free."""
+    """Stand-in for the engine's pool of sectors (blocks of memory), which has nothing to free here: blocks only count."""
 
     def try_to_free_sectors(self) -> None:
-        """Do nothing."""
+        """Do nothing: a request's blocks are free as soon as it ends."""
 
     def reset(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no memory to reset."""
 
 
 class RequestPool:
     """The requests of one engine.
 
     settings: of the patch. chunk: tokens of a prompt that one pass reads; a longer prompt is compressed after every chunk.
-    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. find_prefix: returns the patch's that
-    a text begins with; beginnings: those of requests that wait or were admitted. conversations: that are kept, if any are.
-    compute: enters the stream of passes. after_token: gets a request's state with its new token. next_tokens: by request.
-    request_waits: for room, so that later ones wait, too. placeholders: ids of images and sounds.
+    num_blocks: in all; page: tokens of a block, in each layer. requests: those admitted. find_prefix: finds the patch's prefix
+    of a text; beginnings: by request, what of its text was read before. conversations: caches of ended requests, if kept.
+    compute: enters the CUDA stream of passes. after_token: called with a request's state, after each new token. next_tokens: of
+    the next pass. request_waits: one waits for room, so later ones do too. placeholders: what ids of images and sounds mean.
     """
 
     # the engine's interface: no index tensors and masks are made, since there is no allocator to ask for them
@@ -103,7 +103,7 @@ class RequestPool:
     def check(
         self, ids: Sequence[int], new: int | None, prefix: Prefix | Beginning | None = None, messages: Messages | None = None
     ) -> None:
-        """Raise KVPatchError for a request that could never be served. `add_waiting_request` calls it; changes nothing."""
+        """Raise KVPatchError for a request that could never be served; `add_waiting_request` calls it. new: tokens to write."""
         prompt = len(ids)
         if not prompt:
             raise KVPatchError("This request has no token: give each prompt at least one.")
@@ -170,7 +170,7 @@ class RequestPool:
         return beginning if self.claimed_blocks + self.count_blocks(prompt, new, beginning) <= self.num_blocks else None
 
     def keep(self, state: Any) -> None:
-        """Store an ended request's cache in `conversations`, for Admission, unless it failed or its prompt is partly unread."""
+        """Store an ended request's cache in `conversations`, unless it failed, was read in part, or still shares a source's."""
         request = self.requests.get(state.request_id)
         if self.conversations is None or request is None or state.error is not None or state.request_id in self._forked:
             return
@@ -202,7 +202,7 @@ class RequestPool:
     reset = free_all_requests
 
     def compute_free_capacity(self, relative: bool = True) -> float:
-        """Return the share of blocks that are free, or their number."""
+        """Return the share of blocks that are free, or, if not `relative`, their number."""
         free = self.num_blocks - self.claimed_blocks
         return free / self.num_blocks if relative else free
 
@@ -223,7 +223,7 @@ class RequestPool:
         return {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        """Look at a request's new token: no block is shared, but some text ends with it."""
+        """Let `after_token` look if a request's new token completes a stop string. No block is marked: none is shared."""
         if self.after_token is not None:
             self.after_token(state)
 
@@ -277,7 +277,7 @@ class RequestPool:
         return PackedPass(parts, self.settings)
 
     def _make_piece(self, request: Request, past: int, columns: torch.Tensor) -> Part:
-        """Return a prompt's tokens after `past` as a part of the coming pass, for `next_pass`. The first makes the cache."""
+        """Return a prompt's tokens after `past` as a part of the coming pass, for `next_pass`. Its first makes the cache."""
         end = past + len(columns)
         if request.cache is None:
             in_blocks = request.prompt - past > self.chunk and self._blockwise is not None  # evicts after every chunk

@@ -60,10 +60,11 @@ def _count_unrounded(settings: CacheSettings, tokens: int) -> int:
 
 
 def count_continued(settings: CacheSettings, held: Sequence[int], prompt: int, rest: int, new: int, whole: bool) -> int:
-    """Count tokens as `count_claimed`, for a request that goes on from a conversation (a kept cache).
+    """Count the tokens for which a request claims blocks, as `count_claimed`, if it goes on from a conversation (a kept cache).
 
-    `count_blocks` calls it. held: tokens that the conversation's layers hold. prompt: tokens that its cache will have read;
-    rest: how many are new. whole: nothing is evicted before the prompt's end.
+    `count_blocks` calls it. held: tokens that the conversation's cache holds, by layer. prompt: tokens that the cache will have
+    read at the prompt's end; rest: how many of them are new. new: tokens to generate. whole: nothing is evicted before the
+    prompt's end.
     """
     most = list[int]()
     for layer, before in enumerate(held):

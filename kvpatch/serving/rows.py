@@ -37,7 +37,7 @@ class RowPool:
         self.order = order
 
     def add(self, name: str, cache: EvictingCache) -> None:
-        """Add a request whose prompt was read."""
+        """Add a request whose prompt was read, with its cache of one row; `gather` will join that to others."""
         self.parts.append(RequestRows([name], cache))
 
     def copy_row(self, name: str) -> EvictingCache | None:
@@ -92,5 +92,6 @@ class RowPool:
 
 
 def _select_rows(part: RequestRows, here: Sequence[bool]) -> RequestRows:
+    """Return a copy of the rows for which `here` is True, as a cache of their own; for `RowPool.gather`."""
     index = [row for row, one in enumerate(here) if one]
     return RequestRows([part.names[row] for row in index], part.cache.select_rows(index))

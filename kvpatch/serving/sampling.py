@@ -94,11 +94,11 @@ class RequestSampling(ContinuousBatchingLogitsProcessor):
         self._coming: list[Any] = []
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
-        """Write the default argument, of which there is none."""
+        """Write zeros as the argument of requests that bring none: transformers wants one tensor, and nobody reads it."""
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
-        """Note the requests of the coming pass, in the order of its rows."""
+        """Note the requests of the coming pass, in the order of its rows; return zeros, an argument that nobody reads."""
         self._coming = [one.state for one in requests_with_new_token]
         return torch.zeros(len(self._coming), dtype=torch.int32, device="cpu")
 

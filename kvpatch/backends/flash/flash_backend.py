@@ -71,7 +71,7 @@ def _why_refuses(kernel: Kernel, case: Case) -> str | None:
     ):
         if needed and not given:
             return f"takes no {word}"
-    if (find_capability() or kernel.majors[0]) not in kernel.majors:
+    if (find_capability() or kernel.majors[0]) not in kernel.majors:  # without a GPU: as if a fitting one were there
         newest = f" to {kernel.majors[-1]}.x" if kernel.majors.stop < ANY.stop else ""
         return f"needs a GPU of compute capability {kernel.majors[0]}.0{newest}"
     if not kernel.head(case):
@@ -89,7 +89,7 @@ def _ragged_reason(case: Case) -> str | None:
     ):  # fmt: skip
         if needed:
             return f"over heads of different lengths a flash kernel takes no {word}"
-    if (find_capability() or 8) < 8:
+    if (find_capability() or 8) < 8:  # without a GPU: as if a fitting one were there
         return "flash kernels need a GPU of compute capability 8.0"
     if _ragged_kernel() is not None:
         return None
@@ -124,7 +124,7 @@ def attend(
         keys: keys and values, which `find_misfit` has nothing against; the last Q columns are the prompt's own.
         rows_BQ: positions of the queries; -1 for padding.
         geometry: variant of attention.
-        real_B: queries of each row that are no padding, if the host knows; else it waits for the device.
+        real_B: queries of each row that are no padding; None: the host waits for the device to count them.
 
     Returns:
         The output [B,H,G,Q,D], which is differentiable; the log-sum-exp [B,H,G,Q], float32, natural logarithm, which is not;

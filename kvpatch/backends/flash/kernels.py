@@ -69,7 +69,7 @@ class Kernel:
         head: tells whether it takes the head size of a case.
         fits: tells whether it takes these tensors, under settings that the user may change between calls.
         ragged: ragged(q, k, v, once, starts, used, longest, scale) attends from q [N,G,D], one token per KV head, to the
-            first `used` entries of every segment; None if the kernel cannot.
+            first `used` entries of every segment; once: 0 to N, the starts of the tokens; None if the kernel cannot.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Generation:
         """Return a Kernel that calls a flash-attn module's functions with this generation's arguments; for `find_kernels`."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-            """Return a prompt's attention by the module, as Kernel.attend says. `_call_kernel` calls it."""
+            """Return a prompt's output and log-sum-exp by the module, in the shapes of Kernel. `_call_kernel` calls it."""
             left = mask.left
             if mask.slopes is not None:
                 # Under a causal mask flash-attn 2 adds slope * column, so that its log-sum-exp belongs to other logits and is
@@ -138,7 +138,7 @@ class Generation:
         def ragged(
             q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
         ) -> Tensor:
-            """Return a decode step's attention over heads of different lengths; `ragged_step` calls it, a launch a layer."""
+            """Return a decode step's output over heads of different lengths, in the shapes of Kernel; for `ragged_step`."""
             ends = {"cu_seqlens_q": once, "cu_seqlens_k": starts, "seqused_k": used}
             lengths = {"max_seqlen_q": 1, "max_seqlen_k": longest}
             out = module.flash_attn_varlen_func(q, k, v, **ends, **lengths, softmax_scale=scale)
@@ -184,7 +184,7 @@ def _import_installed() -> dict[str, Any]:
 
 
 def _list_loaded() -> dict[str, Any]:
-    """Return the modules of the Hugging Face hub that this process has loaded, by repository."""
+    """Return the modules of the Hugging Face hub that this process has loaded by the package `kernels`, by repository."""
     loaded: Any = getattr(sys.modules.get("kernels"), "get_loaded_kernels", tuple)()
     return {kernel.repo_info.repo_id if kernel.repo_info else kernel.metadata.name: kernel.module for kernel in loaded}
 
@@ -193,14 +193,14 @@ def _list_loaded() -> dict[str, Any]:
 
 
 def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield a Kernel for flash-attn 3's operator, for `kernels`: before 2026 the package returns no log-sum-exp."""
+    """Yield a Kernel of flash-attn 3's operator: before 2026 the package's functions return no log-sum-exp. modules: unused."""
     operator = getattr(torch.ops.flash_attn_3, "fwd", None)
     needed = {"cu_seqlens_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_size_left", "num_splits"}
     if operator is None or not needed <= {argument.name for argument in operator.default._schema.arguments}:
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Return a prompt's attention by the operator, as Kernel.attend says. `_call_kernel` calls it."""
+        """Return a prompt's output and log-sum-exp by the operator, in the shapes of Kernel. `_call_kernel` calls it."""
         options: dict[str, Any] = {"softmax_scale": mask.scale, "is_causal": True, "num_splits": 1}
         if mask.left is not None:
             options |= {"window_size_left": mask.left, "window_size_right": 0}
@@ -215,22 +215,22 @@ def _three_operator(modules: dict[str, Any]) -> Iterator[Kernel]:
 def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
     """Yield cuDNN's attention where torch itself prefers it to its flash kernel: on the same GPUs, from the same version.
 
-    torch's at::native sdp_utils.cpp (check_prefer_cudnn_attention) has the version, the GPUs and the variable, and answers
-    `can_use_cudnn_attention` for the tensors: it says no to one key alone, to deterministic algorithms, and where the user
-    has switched it off.
+    torch's sdp_utils.cpp (check_prefer_cudnn_attention) has the version, the GPUs and the variable. `can_use_cudnn_attention`
+    says no to one key alone, to deterministic algorithms, and where the user has switched cuDNN off. modules: unused.
     """
     version = torch.backends.cudnn.version()
     if version is None or version <= 91500 or os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
         return
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Return a whole prompt's attention by cuDNN, as Kernel.attend says. `_call_kernel` calls it."""
+        """Return a whole prompt's output and log-sum-exp by cuDNN, in the shapes of Kernel. `_call_kernel` calls it."""
         inputs = (t.transpose(1, 2) for t in (q, k, v))
         call = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, *_ = call(*inputs, None, True, 0.0, True, False, scale=mask.scale)
         return out.transpose(1, 2), lse.squeeze(-1)
 
     def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Tell whether torch would give these tensors to cuDNN under the user's present settings, as Kernel.fits says."""
         heads_first: list[Any] = [t.transpose(1, 2) for t in (q, k, v)]
         params = torch.backends.cuda.SDPAParams(*heads_first, None, 0.0, True, q.shape[2] != k.shape[2])  # type: ignore[call-arg]
         return torch.backends.cuda.can_use_cudnn_attention(params)
@@ -248,14 +248,14 @@ def _find_cudnn(modules: dict[str, Any]) -> Iterator[Kernel]:
 
 
 def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
-    """Yield the flash kernel of torch itself, if this build has one that runs. `kernels` tries it last."""
+    """Yield the flash kernel of torch itself, if this build has one that runs. `kernels` lists it last. modules: unused."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None or not torch.backends.cuda.is_flash_attention_available():
         return
     takes = {argument.name for argument in operator.default._schema.arguments}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: Packing | None) -> tuple[Tensor, Tensor]:
-        """Return a prompt's attention by torch's operator, as Kernel.attend says. `_call_kernel` calls it."""
+        """Return a prompt's output and log-sum-exp by torch's operator, in the shapes of Kernel. `_call_kernel` calls it."""
         starts = None if packing is None else packing.starts
         longest_q, longest_k = (q.shape[1], k.shape[1]) if packing is None else (packing.longest,) * 2
         window = {} if mask.left is None else {"window_size_left": mask.left, "window_size_right": 0}
@@ -266,7 +266,7 @@ def _find_torch(modules: dict[str, Any]) -> Iterator[Kernel]:
     def ragged(
         q: Tensor, k: Tensor, v: Tensor, once: Tensor, starts: Tensor, used: Tensor, longest: int, scale: float
     ) -> Tensor:
-        """Return a decode step's attention over heads of different lengths by torch's operator; `ragged_step` calls it."""
+        """Return a decode step's output over heads of different lengths by torch's operator; `ragged_step` calls it."""
         return torch.ops.aten._flash_attention_forward(
             q, k, v, once, starts, 1, longest, 0.0, False, False, scale=scale, seqused_k=used
         )[0]

@@ -20,7 +20,7 @@ LENGTHS = ["positions_b", "positions_h", "Q", "T", "past", "sliding"]
 def reason(dtype: torch.dtype, head_dim: int) -> str | None:
     """Return why the prompt kernels cannot take queries of this dtype and size, or None.
 
-    `check` asks, and the choice of backends.
+    `check` calls it, and `reason` of triton_backend, when a backend is chosen.
     """
     if dtype not in DTYPES:
         return f"the Triton kernels take float32, float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
@@ -47,7 +47,7 @@ def check(q_BHGQD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor | None = None, noise_B
 
 
 def padded_size(D: int) -> int:
-    """Return the width of a tile that holds heads of size D."""
+    """Return the width of a tile that holds heads of size D: a power of two, 16 or more."""
     return max(16, 1 << (D - 1).bit_length())
 
 
@@ -70,7 +70,7 @@ def last_contiguous(tensor: Tensor) -> Tensor:
 
 
 def flatten_float(tensor: Tensor | None) -> Tensor | None:
-    """Return the tensor as contiguous float32."""
+    """Return the tensor as contiguous float32; None stays None."""
     return None if tensor is None else tensor.to(torch.float32).contiguous()
 
 
@@ -99,9 +99,9 @@ def logit_units(scale: float, softcap: float | None) -> tuple[float, float]:
 def spans(rows_BQ: Tensor) -> Tensor:
     """Return where each text's query rows without padding lie, int64 [B,4].
 
-    `_find_spans` computes it once for all layers of a prompt; else each launch does. First real row; one past the last; 1 if
-    all between are real and at consecutive positions; and then the difference of a row's position and its index. The host reads
-    none of it, since that would wait for the device.
+    `_find_spans` computes it once for all layers of a prompt; else each launch does. The four numbers: the first real row; one
+    past the last; 1 if all between are real and at consecutive positions, else 0; and, if so, what a row's position exceeds
+    its index by. The host reads none of them, since that would wait for the device.
     """
     Q = rows_BQ.shape[1]
     index, real = torch.arange(Q, device=rows_BQ.device), rows_BQ >= 0

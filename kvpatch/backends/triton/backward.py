@@ -66,6 +66,7 @@ def gradients(
     sizes = (H, Q, T, sliding or 0, unit, scale)
 
     def constants(tile: tuple[int, int, int, int]) -> dict[str, Any]:
+        """Return the constants and options of a launch with this tile: keys, rows, warps and stages."""
         keys, rows, warps, stages = tile
         kind = {"PADDED": padded_size(D), "BLOCK_N": keys, "BLOCK_M": rows, "SLIDING": sliding is not None, "HOLES": holes}
         return {"G": G, "D": D, **kind, "num_warps": warps, "num_stages": stages}
@@ -98,7 +99,11 @@ def _queries_kernel(
     G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SLIDING: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one block of rows of one query head. Programs that see most start first."""
+    """Compute the gradients dq of one block of queries of one query head, sums over the keys that they see; for `gradients`.
+
+    terms: the rows' log-sum-exp in base 2. dq = scale * ds k with ds = p * (do v - delta). Programs of the rows that see most
+    start first.
+    """
     m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     bhg = tl.program_id(0).to(tl.int64)
     bh, g = bhg // G, bhg % G
@@ -164,9 +169,11 @@ def _keys_kernel(
     G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SLIDING: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one block of keys and values of one KV head, from the rows that see some of them.
+    """Compute the gradients dk and dv of one block of keys and values of one KV head, summed over the rows; for `gradients`.
 
-    Rows end with the last death of the block. The first keys, which most rows may see, start first.
+    terms: the rows' log-sum-exp in base 2. dk = scale * ds q with ds = p * (do v - delta), and dv = p do.
+    Rows from the block's last death (the position at which its last key is evicted) on are left out. The programs of the first
+    keys, which most rows may see, start first.
     """
     n0 = tl.program_id(1) * BLOCK_N
     bh = tl.program_id(0).to(tl.int64)

@@ -170,10 +170,11 @@ def _columns_kernel(
     G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SLIDING: tl.constexpr, BY_POSITION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the column statistics of one block of keys, over one split of the rows that see it.
+    """Compute the column statistics of one block of keys, over one split of the rows that see it; for `column_statistics`.
 
-    Programs start in the order of the grid: the first keys, which most rows see, of all heads first.
-    Q, the stride of rows, is a multiple of BLOCK_M.
+    terms: the rows' log-sum-exp in base 2; shares: their even shares. The sums' pointers are None for those not wanted. Rows
+    that see all of the block need no mask; those before them, and with a window those after them, do. Programs start in the
+    order of the grid: the first keys, which most rows see, of all heads first. Q, the stride of rows, is a multiple of BLOCK_M.
     """
     n0 = tl.program_id(1) * BLOCK_N
     split, splits = tl.program_id(0) // heads, tl.num_programs(0) // heads

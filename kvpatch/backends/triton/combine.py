@@ -47,7 +47,10 @@ def _invert_total(total):
 
 @triton.jit
 def _write_output(PARTIAL, found, OUT, n, segment, parts, e, G: tl.constexpr, D: tl.constexpr):
-    """Compute entries `e` of head n's output [G,D] from its segments."""
+    """Compute entries `e` of head n's output [G,D] from its `parts` segments, and store them in OUT; for `combine_kernel`.
+
+    PARTIAL: p V of all heads' segments; segment: the number of this head's first. found: as in `_merge_segments`.
+    """
     g, real = e // D, e < G * D
     maximum, total = tl.full([OUTPUTS], float("-inf"), tl.float32), tl.zeros([OUTPUTS], tl.float32)
     acc = tl.zeros([OUTPUTS], tl.float32)
@@ -110,9 +113,12 @@ def combine_kernel(
     VALUE: tl.constexpr, DECAY_SUM: tl.constexpr, DECAY_SQUARES: tl.constexpr, DECAY_COUNT: tl.constexpr,
     DECAY_GUMBEL: tl.constexpr,
 ):  # fmt: skip
-    """Update the statistics of a chunk of head n's slots and find its lowest key, or compute a part of the output.
+    """Update the statistics of a chunk of head n's slots and find its lowest eviction key, or compute a part of the output.
 
-    With one chunk the victim is chosen here, else by `evict_kernel`.
+    `decode.step` launches it after `split_kernel`: for each head a program for each chunk (none if nothing is observed or
+    evicted), then those for the output. With one chunk the victim is chosen here, else by `evict_kernel`. SUM to OBSERVED:
+    statistics to update, or None; OTHER: one to rank by that is not updated. VALUE: a name of VALUES, see Rule. KEEP, FIRST,
+    RECENT: keep_BH, first_B and recent_B of `decode.step`.
     """
     n, job = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1) - tl.cdiv(G * D, OUTPUTS)
@@ -145,6 +151,7 @@ def combine_kernel(
         if RECENT is not None:
             recent = tl.load(RECENT + b)
         lo, hi = job * CHUNK, tl.minimum((job + 1) * CHUNK, capacity)
+        # in each lane: the lowest key so far and its slot, the number of tokens held, and the first empty slot
         lowest, lowest_at = tl.full([BLOCK], LAST, tl.int64), tl.full([BLOCK], 0, tl.int32) + lo
         held, gap = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], NOWHERE, tl.int32)
         for start in range(lo, hi, BLOCK):

@@ -47,9 +47,9 @@ class Rule:
     evicts: bool = True
 
     def __post_init__(self) -> None:
-        """Raise KVPatchError for names unknown to decode kernels, when a Rule (what they update, and whom they evict) is made.
+        """Raise KVPatchError if the kernels of a decode step do not know a name, or a statistic that is no sum is to decay.
 
-        `rule` makes one.
+        `rule` of triton_backend makes a Rule.
         """
         if unknown := set(self.statistics) - set(STATISTICS):
             raise KVPatchError(f"statistics={self.statistics!r} has {sorted(unknown)}: use some of {STATISTICS}.")
@@ -65,13 +65,13 @@ class Rule:
 
     @cached_property
     def read(self) -> str | None:
-        """Statistic that is ranked as it is, because the step does not update it."""
+        """Statistic by which the victim is chosen though this step does not update it; None if there is none such."""
         name = "sum" if self.ranked == "mean" else self.ranked
         return None if name in ("recency", *self.statistics) else name
 
     @cached_property
     def constants(self) -> tuple[str | bool | None, ...]:
-        """Last constants of `combine_kernel`."""
+        """Last constants of `combine_kernel`: VALUE, and for each sum whether it decays (DECAY_SUM and so on)."""
         return self.ranked, *(name in self.decayed for name in STATISTICS[:4])
 
 

@@ -157,9 +157,11 @@ def _forward_kernel(
     G: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     SLIDING: tl.constexpr, BY_POSITION: tl.constexpr, HOLES: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one block of rows of one query head. Logits in base 2 are unit * x, of the noisy ones inverse_tau times that.
+    """Attend from one block of rows of one query head to the keys that they see; store output and log-sum-exps. For `attend`.
 
-    Programs start in the order of the grid: the rows that see most, of all heads, first.
+    A program goes over the blocks of keys that all its rows see, and then, with a mask, over the others: an online softmax.
+    Logits in base 2 are unit * x, of the noisy ones inverse_tau times that. A pointer is None for what is not there or not
+    wanted. Programs start in the order of the grid: the rows that see most, of all heads, first.
     """
     m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     bhg = tl.program_id(0).to(tl.int64)
@@ -209,6 +211,7 @@ def _forward_kernel(
     if deaths_ptr is not None:
         begin, mid = lo, lo  # a key of any block may be dead
 
+    # the softmax so far: each row's largest logit, and the sum of exp2(logit - largest); a sink is its first logit
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
@@ -270,7 +273,7 @@ def _forward_kernel(
                 total = total * shrunk + tl.sum(p, 1)
             if noise_ptr is not None:
                 noise = tl.load(noise_tile + n)
-                if TEMPERED:
+                if TEMPERED:  # other logits, which need a maximum of their own
                     y = x * (unit * inverse_tau) + noise[None, :]
                     higher = tl.maximum(noisy_largest, tl.max(y, 1))
                     noisy_base = tl.where(higher == float("-inf"), 0.0, higher)

@@ -102,7 +102,11 @@ def _find_groups(PIECE: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, S
 def codes(
     ENTRIES, row, seen, HALF: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Load the bytes of codes [M,steps,SPAN] of the entries at `row` [M]; zero for those not seen."""
+    """Load the bytes of codes [M,steps,SPAN] of the entries numbered `row` [M]; zeros where `seen` is False.
+
+    `split_kernel` calls it for each tile of rounded keys or values. An entry has HEAD bytes of scales and zeros, and then HALF
+    bytes of codes; `channels` explains the other constants.
+    """
     d = (tl.arange(0, COLUMNS // SPAN) * STEP)[:, None] + tl.arange(0, SPAN)[None, :]
     real = (tl.arange(0, SPAN) < STEP)[None, :] & (d < HALF)
     at = row[:, None, None] * (HEAD + HALF) + HEAD + d[None, :, :]
@@ -167,7 +171,7 @@ def _round_piece(
     there = group < D // GROUP
     low = tl.where(there, tl.min(tl.where(mine, x, float("inf")), 1), 0.0)
     high = tl.where(there, tl.max(tl.where(mine, x, float("-inf")), 1), 0.0)
-    wrong = tl.sum(x * 0.0, 1)  # NaN in a group that has a number that is none
+    wrong = tl.sum(x * 0.0, 1)  # NaN for a group with a NaN or an infinity, else 0
     scale = (tl.div_rn(high - low, tl.full(low.shape, TOP, tl.float32)) + wrong).to(dtype)
     zero = (low + wrong).to(dtype)
     step = tl.where(scale.to(tl.float32) == 0.0, 1.0, scale.to(tl.float32))
@@ -184,9 +188,10 @@ def write(
     ENTRIES, row, own, X, CENTRE, dtype: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, STEP: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the numbers at X as the entry at `row`, if it is `own`; return both pieces of what it then holds [columns].
+    """Round the new token's D numbers at X, and store them as the entry numbered `row` if `own`, that is in one program alone.
 
-    The second is the first where there is one. CENTRE: where the head's centre lies, or None.
+    `split_kernel` calls it, and attends to what it returns: both pieces of the rounded numbers [COLUMNS]; with 8 bits, which
+    have one piece, that piece twice. CENTRE: where the head's centre lies, or None. `_round_piece` explains the constants.
     """
     GROUPS: tl.constexpr = D // GROUP
     TOP: tl.constexpr = 2.0**BITS - 1.0

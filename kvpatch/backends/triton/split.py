@@ -18,7 +18,10 @@ def finite_maximum(maximum):
 
 @triton.jit
 def find_scratch(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE: tl.constexpr):
-    """Find the logits [B*H,G,parts*SPAN], p V [B*H,parts,G,D] and softmaxes [B*H,parts,5,G] in the scratch buffer."""
+    """Return pointers into a step's scratch buffer: logits [B*H,G,parts*SPAN], p V [B*H,parts,G,D], softmaxes [B*H,parts,5,G].
+
+    `split_kernel` writes them, and `combine_kernel` reads them. parts: segments of a head, of SPAN slots each.
+    """
     segments = tl.num_programs(0).to(tl.int64) * parts
     partial = SCRATCH
     if OBSERVE:
@@ -28,7 +31,10 @@ def find_scratch(SCRATCH, parts, SPAN, G: tl.constexpr, D: tl.constexpr, OBSERVE
 
 @triton.jit
 def cap_products(x, inner):
-    """Return products x under the cap that `inner` stands for (arguments.logit_units); None: as they are."""
+    """Return tanh of the scaled products x of queries and keys, for a layer that caps its logits; `inner` None: x as it is.
+
+    inner: the factor that `logit_units` gives for the layer's cap.
+    """
     if inner is not None:
         x = 1.0 - 2.0 / (1.0 + tl.exp2(x * inner))
     return x
@@ -36,7 +42,10 @@ def cap_products(x, inner):
 
 @triton.jit
 def entries(BEGIN, begin, c, there, n, C, PAGE):
-    """Find the entries of head n's slots c: one after the other from `begin` on, or in its pages, where those are `there`."""
+    """Return the numbers of the entries that head n's slots c lie in: from `begin` on, or in the pages that BEGIN names.
+
+    `split_kernel` calls it. PAGE: slots of a page; None without pages. C: slots of a head. there: slots to look up.
+    """
     entry = begin + c
     if PAGE is not None:
         entry = tl.load(BEGIN + n * tl.cdiv(C, PAGE) + c // PAGE, mask=there, other=0) + c % PAGE
@@ -56,10 +65,10 @@ def split_kernel(
     K_GROUP: tl.constexpr, K_HEAD: tl.constexpr, K_STEP: tl.constexpr, K_SPAN: tl.constexpr, K_COLUMNS: tl.constexpr,
     V_GROUP: tl.constexpr, V_HEAD: tl.constexpr, V_STEP: tl.constexpr, V_SPAN: tl.constexpr, V_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to slots [lo, hi) of head n.
+    """Attend in a decode step to a segment of head n, slots [lo, hi); `decode.step` launches a program for each segment.
 
-    Writes the new key, value and position if their slot lies there, then logits, p V, and the maximum and normalizer of the
-    segment's own softmax.
+    Writes the new key, value and position if their slot lies there; then, to SCRATCH, for `combine_kernel`, the logits, p V,
+    and the maximum and normalizer of the segment's own softmax.
 
     Entries: K_* and V_* say which channel each column of a tile holds (rounded.Columns). At BITS = 16 columns are the channels
     in their order, for keys and values alike; at 4 bits there is a second piece of channels, `upper` below. CENTRES is None or
@@ -123,6 +132,7 @@ def split_kernel(
         k_d, real_k = channels(1, D, HALF, K_STEP, K_SPAN, K_COLUMNS)
         q_upper = tl.load(q_tile + k_d[None, :], mask=real_g[:, None] & real_k[None, :], other=0.0)
         product += tl.sum(q_upper.to(tl.float32) * k_upper.to(tl.float32)[None, :], 1)
+    # the new token's logit; -inf if its slot is in another segment or its row is padding
     x_new = tl.where(mine, cap_products(product, inner) * unit, float("-inf"))
     alone = tl.where(x_new > float("-inf"), 1.0, 0.0)
     maximum, p_new, total = x_new, alone, alone
@@ -146,6 +156,7 @@ def split_kernel(
         if NOISE is not None:
             x_new += tl.log2(tl.load(NOISE + at * G + g, mask=own_g, other=1.0))
         maximum_y, total_y = x_new * cooling, alone
+    # the segment's other tokens, a block of slots at a time: `fade` shrinks what was summed when a larger logit is found
     for start in range(lo, hi, BLOCK):
         c = start + tl.arange(0, BLOCK)
         old = (c < hi) & (c != slot)

@@ -219,20 +219,20 @@ def window_sums(
 
 
 def _describe_shape(geometry: Geometry) -> dict[str, Any]:
-    """Return what all kernels take of a layer's variant of attention."""
+    """Return what all kernels take of a layer's variant of attention, as keyword arguments."""
     names = ("scale", "slopes_HG", "sliding", "softcap")
     return {name: getattr(geometry, name) for name in names}
 
 
 def _describe_noise(noise: Noise | None) -> dict[str, Any]:
-    """Return what the kernels take of the noise."""
+    """Return the noise as the keyword arguments of a prompt's kernels; none without noise."""
     return {} if noise is None else {"noise_BHTG": noise.weights_BHTG, "tau": noise.tau}
 
 
 def visible_keys(keys: Keys, rows_BQ: Tensor, geometry: Geometry) -> Tensor:
     """Return how many keys each row of a prompt sees, [B,H,Q].
 
-    `statistics` needs n for "count": rows that give a key over 1/n.
+    `statistics` needs this number n for the sum "count": how many rows give a key more than its even share 1/n.
     """
     B, H, _ = keys.positions_BHT.shape
     # a row sees the prompt's tokens up to its own (counted by positions), and those that the cache held before the prompt
@@ -361,7 +361,8 @@ def step_as_operator(
     """Run `decode.step` as the operator kvpatch::decode_step, which torch.compile calls without tracing it.
 
     `step` calls it, as `compiled_step`, while torch.compile traces. An operator takes tensors, numbers and texts alone: names
-    are joined by commas. It changes the tensors in `mutates_args`.
+    of the state (`names`) and of the Rule are joined by commas, and the temperature is `tau`, or `constant_tau` if that is
+    None. `decode.step` explains all others. It changes the tensors in `mutates_args`.
     """
     from .decode import known_rule, step
 

@@ -1,4 +1,4 @@
-"""BudgetLog of a budget in a scheduler of vLLM: the line that it logs at the start, and counts of its requests."""
+"""Account of a budget in a scheduler of vLLM: the line that is logged at the start, and counts of its requests."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class BudgetLog:
         _LOG.info(terms.describe_start(" and ".join(sizes), size_of_all_ranks, n_fitting, chunk))
 
     def note_pass(self, request: Any, tokens: int, begins: bool) -> None:
-        """Count a pass that reads a piece of a request's prompt without its end.
+        """Count a coming pass of a request if it reads a piece of the prompt without the prompt's end.
 
-        `allocate_new_blocks` calls it before each pass of each request. tokens: read when the pass has ended. begins: it is the
-        request's first pass. If the request asks for a k (budget) in its extra_args, by the name OWN, and cannot have it, a
-        warning is logged then.
+        `allocate_new_blocks` calls it before each pass of each request. tokens: how many will have been read after the pass.
+        begins: it is the request's first pass. If the request asks for a k (budget) in its extra_args, by the name OWN, and
+        cannot have it, a warning is logged then.
         """
         extra_args = get_asked(request.sampling_params)
         # 0: the request has no valid k of its own

@@ -148,7 +148,7 @@ class BudgetedAttention(AttentionImpl):
     ) -> Tensor:
         """Write a layer's attention into `output`, and return it. vLLM calls this once per pass, for all requests of the pass.
 
-        query, key and value hold the new tokens of all requests, one after the other. kv_cache: the layer's pages.
+        query, key, value: the new tokens of all requests, one after the other. kv_cache: the layer's pages. Scales: unused.
         """
         if attn_metadata is None or not attn_metadata.scheduled:  # vLLM warms up
             return output
@@ -189,7 +189,7 @@ class Worker:
             self._refuse_prefix_caching()
 
     def _refuse_prefix_caching(self) -> None:
-        """Raise KVPatchError, for `add`, under prefix caching: vLLM does not start with it if layers hold unequal numbers."""
+        """Raise KVPatchError if prefix caching is on: vLLM does not start with it if layers hold unequal numbers of tokens."""
         if self.config.cache_config.enable_prefix_caching:
             raise KVPatchError(
                 "Layers of this model hold different numbers of tokens under this budget, and vLLM's prefix caching does not "
@@ -277,13 +277,14 @@ def make_budgeted_spec(spec: AttentionSpec) -> AttentionSpec:
 
 
 def _list_layers(config: VllmConfig) -> list[Any]:
+    """Return the attention layers of vLLM that have been made under this configuration so far."""
     return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
 
 
 def _refuse_kind(attn_type: str, shares: bool, kv_cache_dtype: str) -> None:
-    """Raise KVPatchError for a layer that is no decoder's, or has another's keys; `BudgetedAttention` calls it when made.
+    """Raise KVPatchError for a layer that no budget can serve; `BudgetedAttention` calls it when it is made.
 
-    shares: it uses the keys of another layer. kv_cache_dtype: "auto" is the model's dtype; any other is refused.
+    attn_type: only a decoder's is served. shares: the layer uses another's keys. kv_cache_dtype: only "auto", the model's.
     """
     refused = (
         (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type!r} in vLLM: start without its settings."),

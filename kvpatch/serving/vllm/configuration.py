@@ -21,7 +21,7 @@ def find_settings(config: VllmConfig) -> RequestTerms | None:
 
 
 def find_config() -> VllmConfig | None:
-    """Return vLLM's configuration: the current one, else a running function's, else None.
+    """Return vLLM's configuration: the current one, else one among the local variables of running functions, else None.
 
     `check_current` and `find_current_settings` look in it for kvpatch's settings.
     """

@@ -64,12 +64,12 @@ class Figures:
             self.set(name, 0)
 
     def set(self, name: str, value: float) -> None:
-        """Set a figure."""
+        """Set a figure of ROWS, here and in the process's file."""
         self.values[name] = value
         self._files[ROWS[name][0]].write_value(self._keys[name], value, 0.0)
 
     def add(self, name: str, value: float = 1) -> None:
-        """Add to a figure."""
+        """Add to a figure of ROWS, here and in the process's file."""
         self.set(name, self.values[name] + value)
 
 

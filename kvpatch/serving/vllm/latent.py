@@ -11,7 +11,7 @@ from .configuration import check_current
 
 
 class CpuLatent(CPUMLABackend):
-    """The backend CPU_MLA."""
+    """vLLM's backend CPU_MLA, which raises KVPatchError where kvpatch's settings ask for a budget: it cannot have one."""
 
     @staticmethod
     def get_impl_cls() -> Any:
@@ -20,7 +20,7 @@ class CpuLatent(CPUMLABackend):
 
 
 class AmxLatent(AMXMLABackend):
-    """The backend AMX_MLA."""
+    """vLLM's backend AMX_MLA, which raises KVPatchError where kvpatch's settings ask for a budget: it cannot have one."""
 
     @staticmethod
     def get_impl_cls() -> Any:

@@ -33,10 +33,10 @@ SLOTS = 16
 
 
 class LayerBudget(NamedTuple):
-    """A layer's budget: tokens, or a share of the prompt.
+    """A layer's budget: tokens that a head holds, or a share of the prompt.
 
-    grows: what is generated is kept too. bound: it is a sliding window, whatever a request's k. most: the most tokens that a
-    request may ask for; 0 if it may not.
+    grows: what is generated is kept too. bound: the budget is the layer's sliding window, whatever k a request asks for. most:
+    the most tokens that a request may ask for as its own k; 0 if it may not ask.
     """
 
     budget: int | float
@@ -47,9 +47,10 @@ class LayerBudget(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetSpec(CircularBufferSpec):
-    """Pages of `block_size` slots. Layers of one spec have one block table; others have pages, as large, of their own.
+    """Spec of a layer's pages of `block_size` slots (places for tokens) under its budget, by which vLLM sizes and claims them.
 
-    held: the layers' budget. longest: tokens of the longest text.
+    Layers with equal specs share one block table (list of a request's pages); others have pages of the same size, but their
+    own. held: the layers' budget. longest: tokens of the longest text.
     """
 
     held: LayerBudget
@@ -112,7 +113,10 @@ class BudgetSpec(CircularBufferSpec):
         return self.most_pages() * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        """Return the width of the block table: a column for each page of the longest text, though a request has fewer pages."""
+        """Return the width of the block table: a column for each page of the longest text, though a request has fewer pages.
+
+        The columns beyond these have room for the page 0 and the k that follow a request's pages.
+        """
         return cdiv(max_len, self.block_size) + 3
 
 

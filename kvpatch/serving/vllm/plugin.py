@@ -58,7 +58,7 @@ def _register_backends(asked: bool) -> None:
     refuse_configurations(asked)
     if asked or sees_settings():
         offer_figures()
-    # from here on a later configuration may ask for a budget, which a plugin cannot know: choice.py says how it stays out
+    # a later configuration may ask for a budget: what is registered leads to vLLM's own classes where none does (choice.py)
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -95,5 +95,6 @@ def _runs_on_cpu() -> bool:
 
 
 def _refuse_if_asked(asked: bool, why: str) -> None:
+    """Raise KVPatchError with the reason `why` if the environment asks for a budget; else nothing is registered, silently."""
     if asked:
         raise KVPatchError(f"{VARIABLE} is set, but {why}: unset it, or use transformers' server (kvpatch serve).")

@@ -39,7 +39,7 @@ class Scheduled(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name: the number of its first page."""
+        """Name of the request: the number of its first page."""
         return str(self.pages[0])
 
 
@@ -47,10 +47,10 @@ class Requests:
     """Caches of requests.
 
     pools: the pages of each layer, in strips [2,S,P,D] (a strip is a page of one head), once the layer has seen them.
-    newest_pass: as each layer is told it: layers that hold different numbers of tokens have different pages. divided: pages of
-    requests that begin in it, by their columns. asked_k: each request's k. reading: the rows of each request that has not
-    decoded yet; prompts that began together are rows of a cache. rows: those that decode, by their k, since the rows of a
-    cache have one budget.
+    newest_pass: the requests of the newest pass, by layer: layers that hold different numbers of tokens have different pages.
+    divided: pages of requests that begin in it, already cut into strips. asked_k: each request's own k. reading: the rows of
+    each request that has not decoded yet; prompts that began together are rows of one cache. rows: requests that decode, by
+    their k, since the rows of a cache have one budget.
     """
 
     def __init__(self, settings: CacheSettings, device: torch.device) -> None:
@@ -114,7 +114,7 @@ class Requests:
 
         `begin` calls it; notes them in `reading`.
         """
-        together.sort(key=lambda one: one.pages[0])
+        together.sort(key=lambda one: one.pages[0])  # rows lie in the order of their pages
         cache, firsts = EvictingCache(self._settings_of(together[0].asked_k)), [one.first for one in together]
         for layer, slots in enumerate(cache.layers):
             slots.storage = functools.partial(self._make_slots, layer, firsts)  # called with the layer's first keys

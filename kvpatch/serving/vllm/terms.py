@@ -115,7 +115,7 @@ def read_terms(additional: object, variable: str | None) -> RequestTerms | None:
         variable: the environment variable KVPATCH_VLLM: JSON, or the name of a file of Settings that ends in ".json".
 
     Raises:
-        KVPatchError: they cannot work, or both are given.
+        KVPatchError: both sources have settings, or the settings cannot work in vLLM (see `make_terms`).
     """
     if (misspelt := find_misspelt_key(additional)) is not None:
         raise KVPatchError(f"additional_config has settings under {misspelt!r}, which nothing reads. Did you mean {KEY!r}?")
@@ -144,7 +144,7 @@ def make_terms(given: object) -> RequestTerms:
         given: the settings by name, the name of a file of kvpatch.Settings, or the object that such a file holds.
 
     Raises:
-        KVPatchError: an unknown name, a bad value, or what vLLM's constant number of slots cannot serve.
+        KVPatchError: a name is unknown, a value is bad, or vLLM, where a request's number of slots is fixed, cannot serve it.
     """
     if isinstance(given, str) and given.endswith(".json"):
         settings = Settings.load(given).add_arguments({})
@@ -206,9 +206,9 @@ def _check_max_k(terms: RequestTerms) -> None:
 
 
 def _read_contents(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return kvpatch's settings from an object like a kvpatch.Settings file, for `make_terms`.
+    """Return kvpatch's settings from an object with the contents of a kvpatch.Settings file, for `make_terms`.
 
-    Raises KVPatchError for another.
+    Raises KVPatchError if it has other contents.
     """
     try:
         return Settings.parse(json.dumps(given)).add_arguments({})
