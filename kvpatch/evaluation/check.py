@@ -192,7 +192,7 @@ class Checks:
             self.n + 4: ([(self.n + 1, self.n + 3)], 1),
         }
         watched, passes = Evictions(self.n, self.ids_BT.shape[1]), iter(range(self.n, self.ids_BT.shape[1] + 1))
-        wrong: list[int] = []  # layers in which other tokens went, or not all of these
+        wrong: list[int] = []  # layers in which other tokens went
 
         def watch(cache: EvictingCache) -> None:
             """Forget the spans of `edits` for this pass, and note which tokens are held. `feed` calls this after each pass."""
@@ -224,8 +224,8 @@ class Checks:
         mask = torch.ones_like(self.ids_BT)
         mask[1, :pads] = 0
         if not self._take_positions() or self.target.why_positions_fixed() is not None:  # positions may count padding
-            shift = self._feed_tokens(self.ids_BT, mask)[1:] - self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
-            if float(shift.abs().max()) > 1000 * self.tolerance:  # far beyond rounding: the model's positions count padding
+            padded, alone = self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads)
+            if float((padded - alone).abs().max()) > self.tolerance / 2 * max(1.0, float(alone.abs().max())):  # beyond rounding
                 return self._predict_padded(mask, pads)
         with patched(self.model, self.policy, self.k, seed=self.seed):
             return self._feed_tokens(self.ids_BT, mask)[1:], self._feed_tokens(self.ids_BT[1:, pads:], skipped=pads), ""

@@ -83,6 +83,14 @@ def test_kvpatch_check(name):
     assert ("count padding" in padded.detail) == (name in COLUMNS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", sorted(COLUMNS))
+def test_kvpatch_check_of_positions_that_count_padding_in_half_precision(name, dtype):
+    """What padding shifts is far below a thousand times what these dtypes round."""
+    padded = next(result for result in Checks(make(name, dtype=dtype), "h2o", 0.5).run() if "padded" in result.name)
+    assert padded.passed and "count padding" in padded.detail, padded
+
+
 @pytest.mark.parametrize(("name", "most"), [("gpt_neo", 512), ("trocr", 512), ("xglm", None)])
 def test_positions_end_where_a_table_does(name, most):
     model, ids = make(name), prompt(1, 513)
