@@ -16,7 +16,7 @@ class KVPatchError(ValueError):
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'h2o'?"`` with the nearest of `known`, or an empty string if none is near."""
+    """Return ``" Did you mean 'h2o'?"`` with the one of `known` that is spelt most like `name`, or "" if none is near."""
     near = find_nearest(name, known)
     return "" if near is None else f" Did you mean {near!r}?"
 

@@ -153,7 +153,7 @@ class Patch:
         """
         replace_span(self._target.decoder, self._state, cache, span, ids, reread)
 
-    insert = editing.refuse_reading
+    insert = editing.refuse_reading  # raises an error that names `replace`, which inserts too
 
     def prefix(self, ids: Tensor | Sequence[int]) -> Prefix:
         """Read and compress a text once that others begin with: a system prompt, or a document to be asked about.

@@ -57,7 +57,8 @@ def _takes_settings(init: Callable[Arguments, None]) -> Callable[Arguments, None
         """Call `init` as `patched(...)` is called; if `policy` is a Settings, with its policy, k and options as arguments."""
         given = dict(zip(_FIRST, args, strict=False)) | kwargs
         settings = given.pop("policy", None)
-        if not isinstance(settings, Settings) or len(given) + 1 != len(args) + len(kwargs):  # the latter is a TypeError
+        # if arguments are too many, or one is given twice, the lengths differ, and `init` raises the TypeError
+        if not isinstance(settings, Settings) or len(given) + 1 != len(args) + len(kwargs):
             return init(*args, **kwargs)
         return init(given.pop("self"), **settings.add_arguments(given))  # type: ignore[call-arg, arg-type]
 
@@ -115,7 +116,7 @@ class patched:
     """
 
     _patch: Patch | None = None  # also where __init__ raised
-    _unused = False
+    _unused = False  # True from the call to the entry of the block
 
     @_takes_settings
     def __init__(  # noqa: PLR0913 - the public signature
@@ -224,6 +225,7 @@ def _takes_arguments_of(
     """Decorate `patch`, as this module is imported, so that editors and help() show the arguments of `other` (`patched`)."""
 
     def replace_signature(function: Callable[..., Result]) -> Callable[Arguments, Result]:
+        """Set the signature of `other` on `function`, in place, and return it."""
         function.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
         return function
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BLUES = ("#24557a", "#4f9bc4")  # alternate, to tell layers apart
-_OTHERS = ("#843c39", "#7b4173", "#a55194")
+_OTHERS = ("#843c39", "#7b4173", "#a55194")  # of policies that are none of FACTS
 _NEEDLE, _ASKED, _QUESTION = "#9a9a9a", "#d9480f", "#2b8a3e"
 _WIDTH, _FONT = 78, 7  # letters of a line, and points
 _LETTER, _LINE = 0.602 * _FONT / 72, 1.35 * _FONT / 72  # inches of one letter, and of one line, of DejaVu Sans Mono
@@ -35,7 +35,10 @@ _DARKEST = 0.8  # the share of heads from which on a word is black
 
 @dataclass(frozen=True)
 class Marks:
-    """Spans of the text to point at, as [start, stop) pairs of token positions."""
+    """Spans of the text to point at, as [start, stop) pairs of token positions.
+
+    needles: sentences hidden in the text. asked: those that the question asks for. question: the question.
+    """
 
     needles: Sequence[tuple[int, int]] = ()
     asked: Sequence[tuple[int, int]] = ()

@@ -41,23 +41,23 @@ def format_size(nbytes: int) -> str:
 
 
 def format_span(numbers: Sequence[int]) -> str:
-    """Return the smallest and the largest of some numbers."""
+    """Write the range of some numbers, such as "3 to 7"; a single number if all are equal."""
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def format_tokens(count: int) -> str:
-    """Return a number of tokens."""
+    """Write a number of tokens, such as "1,024 tokens"."""
     return f"{count:,} token{'s' * (count != 1)}"
 
 
 def never_evicts(name: str, ks: Sequence[Any]) -> bool:
-    """Tell if a policy never evicts under these budgets."""
+    """Tell if the policy of this name never evicts under the budgets `ks` of its layers."""
     return name == "full" or not any(rule.evicts for rule in Budget(tuple(ks)).rules)
 
 
 def format_policy(name: str, schedule: str, ks: Sequence[Any]) -> str:
-    """Return a policy and when it evicts."""
+    """Write a policy's name and when it evicts, for `Report`. schedule: the policy's; ks: the budgets of its layers."""
     return f"{name} ({'never evicts' if never_evicts(name, ks) else f'evicts {_WHEN.get(schedule, schedule)}'})"
 
 
@@ -114,7 +114,7 @@ def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool
     cache. dropped: prompts that nothing went on from. never: the policy never evicts.
     """
     if never:
-        # -1: no word on whether the budget acted
+        # -1: the lines do not say in how many passes the budget acted
         counts = {kind: (total, -1) for kind, (total, _) in counts.items()}
     names = {"training": "training", "no_cache": "forward without a cache"}
     known = [(name, counts[kind]) for kind, name in names.items() if kind in counts]
@@ -137,10 +137,12 @@ def list_passes(counts: Mapping[str, tuple[int, int]], dropped: int, never: bool
 
 
 def _format_acted(what: str, count: tuple[int, int]) -> str:
+    """Write, for `list_passes`, in how many passes the budget acted. count: (all, those in which it did; -1: leave it out)."""
     return what if count[1] < 0 else f"{what}, the budget acted in {_name_part(count[1], count[0])}"
 
 
 def _name_part(some: int, every: int) -> str:
+    """Write how many of `every` passes `some` are: "none", "all", or a number."""
     return "none" if not some else "all" if some == every else f"{some:,}"
 
 

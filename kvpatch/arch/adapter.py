@@ -71,18 +71,18 @@ class Adapter:
         return self.output(attn, core(*self.project(attn, hidden_BQE, **call))), None
 
     def attributes(self, attn: Any) -> dict[str, Any]:
-        """Return attributes to set on the module while it is patched, by name."""
+        """Return attributes to set on the module while it is patched, by name; `Installation._change_model` asks."""
         return {}
 
     def project(self, attn: Any, hidden_BQE: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Project hidden states to queries [B,H*G,Q,D], keys and values [B,H,Q,D], and apply positions to queries and keys.
 
-        `run` calls this before it attends. call: the other arguments of the module's forward.
+        `run` calls this before it attends. args, call: the other arguments of the module's forward.
         """
         raise NotImplementedError
 
     def without_rotation(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the forward's arguments, changed so that it applies no positions: a renumbered cache rotates keys later."""
+        """Return a forward's arguments, changed so that it applies no positions: under positions="renumbered" `rotate` does."""
         return call
 
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
@@ -90,15 +90,15 @@ class Adapter:
         return None if (self.renumbers if renumbered else self.turns_back) else self.why_not
 
     def rotary_table(self, decoder: Any, device: torch.device, count: int) -> Any:
-        """Build the table that `rotate` needs for positions below `count`."""
+        """Build the table (such as cosines and sines) that `rotate` needs for positions below `count`, if any."""
         return None
 
     def rotate(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Apply positions `places_BHT` to queries or keys; returns them unchanged if positions are not part of them (ALiBi)."""
+        """Apply positions `places_BHT` to queries or keys; return them unchanged if positions are not part of them (ALiBi)."""
         return x_BHTD
 
     def rotate_back(self, attn: Any, x_BHTD: Tensor, places_BHT: Tensor, table: Any) -> Tensor:
-        """Undo `rotate` exactly, also where its table scales."""
+        """Undo `rotate` exactly, also if its table makes vectors longer, as some scalings of rotary positions do."""
         return x_BHTD
 
     @property
@@ -115,8 +115,8 @@ class Adapter:
     def overrides(self, decoder: nn.Module) -> dict[str, Any]:
         """Return attributes (by name) to set on the decoder while it runs a pass through the cache.
 
-        `install` asks, at patched(). They disable what the decoder would build from its padding mask and the cache computes
-        itself, such as ALiBi.
+        `Installation._change_model` asks, at patched(). They disable what the decoder would build from its padding mask and
+        attention through the cache computes itself, such as ALiBi.
         """
         return {}
 
@@ -133,7 +133,7 @@ class Adapter:
         return None
 
     def coarse(self, attn: nn.Module) -> float | None:
-        """Return the factor of ALiBi in a model that first rounds slopes times positions to bfloat16, else None."""
+        """Return the factor of ALiBi in a model that rounds slopes times positions to bfloat16 before that, else None."""
         return None
 
     def sliding(self, attn: nn.Module) -> int | None:
@@ -177,7 +177,7 @@ class Adapter:
         return False
 
     def head_values(self, attn: nn.Module, v_BHTD: Tensor) -> Tensor:
-        """Return the values [B,N,T,D] that the output projection is applied to, N a multiple of H: usually those held."""
+        """Return the values [B,N,T,D] that the output projection is applied to: those held, or by query head (N = H*G)."""
         return v_BHTD
 
     def max_positions(self, config: Any) -> int | None:
@@ -185,7 +185,7 @@ class Adapter:
         return None
 
     def check(self, model: nn.Module) -> None:
-        """Raise KVPatchError for `Target.find` if this adapter does not serve a model: one with cross-attention, at least."""
+        """Raise KVPatchError, for `Target.find`, for a model that this adapter does not serve; here with cross-attention."""
         if getattr(getattr(model, "config", None), "add_cross_attention", False):
             raise KVPatchError(f"This {type(model).__name__} has add_cross_attention=True: kvpatch serves causal decoders.")
 
@@ -202,11 +202,11 @@ def project_heads(hidden_BQE: Tensor, head_dim: int, *projections: Any) -> tuple
 
 
 def source_module(attn: nn.Module) -> Any:
-    """Return the Python module that defines the attention class and its rotary functions."""
+    """Return the Python module that defines the class of `attn`; the family's rotary functions are there too."""
     return sys.modules[type(attn).__module__]
 
 
-REGISTRY: dict[str, Adapter] = {}
+REGISTRY: dict[str, Adapter] = {}  # by the qualified name of an attention class
 
 
 def register_arch(adapter: Adapter, *, exist_ok: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Automatic rows: families without a row whose attention goes through transformers' attention interface.
+"""Automatic rows: adapters for families that families.py has no row for, and that use transformers' attention interface.
 
-The row is derived from the attention module by the names that other families use. Before it serves a model it has to pass the
-checks of `kvpatch check` on the model's tiny twin (twin.py); the verdict is remembered for the twin.
+Such a row is derived from the attention module by the names that other families use. Before it serves a model it has to pass
+the checks of `kvpatch check` on the model's tiny twin (twin.py); the verdict is remembered for the twin.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .twin import PARAMETERS, make_twin
 
 _LOG = logging.getLogger(__name__)
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "attention_dropout_prob")
-_VERDICTS: dict[tuple[type, str], InterfaceAdapter | KVPatchError] = {}
-_TRIAL: ContextVar[InterfaceAdapter | None] = ContextVar("trial", default=None)
+_VERDICTS: dict[tuple[type, str], InterfaceAdapter | KVPatchError] = {}  # by decoder class and its twin's configuration
+_TRIAL: ContextVar[InterfaceAdapter | None] = ContextVar("trial", default=None)  # the row under check, while a twin is patched
 
 
 class NeedsWeights(KVPatchError):
-    """Error for a model without numbers that only its own numbers could judge."""
+    """Error for a small model on the meta device: it has no twin, and could be checked itself once its weights are loaded."""
 
 
 class AutomaticAdapter(InterfaceAdapter):
     """Adapter derived from an attention module. It names no output projection, since nothing checks that it is a plain one."""
 
     def obstacle(self, decoder: Any, renumbered: bool) -> str | None:
-        """Return why positions cannot be changed: a table of positions that was found does not tell that nothing is rotated."""
+        """Return the reason that positions cannot be changed, always: nothing proves how a derived row's keys are rotated."""
         return self.why_not
 
 
@@ -80,7 +80,7 @@ def _find_verdict(model: nn.Module, decoder: Any, attentions: list[nn.Module]) -
     if key not in _VERDICTS:
         try:
             twin = make_twin(decoder, attentions)
-        except Exception as error:  # a class of any shape
+        except Exception as error:  # the model's class may raise anything
             twin = _check_model_itself(model, decoder, attentions[0], error)
         verdict = _VERDICTS[key] = _judge_rows(model, decoder, twin, attentions)
         if isinstance(verdict, InterfaceAdapter):
@@ -118,8 +118,8 @@ def _judge_rows(
     `_find_verdict` calls it, and remembers the result.
     """
     failures = list[tuple[str, str]]()
-    # what the attributes of a module do not tell: positions by the padding mask, a window that is in the mask alone, queries
-    # that are scaled before attention
+    # try what a module's attributes do not tell: that positions follow the padding mask, that all layers have a window which is
+    # in the mask alone, that queries are scaled before attention
     for scaled, slides, from_mask in itertools.product((False, True), repeat=3):
         if scaled and "set scale=" not in failures[0][0]:  # the first failure was not about the scale
             break
@@ -129,7 +129,7 @@ def _judge_rows(
                 table = check_twin(twin)
         except KVPatchError as error:
             return KVPatchError(f"No adapter for {type(model).__name__}, and no automatic row serves it: {error}")
-        except Exception as error:  # the unpatched twin's own: a class of any shape
+        except Exception as error:  # an error of the unpatched twin, which may be of any class
             return KVPatchError(
                 f"No adapter for {type(model).__name__}, and its tiny twin does not run with a prompt of token ids "
                 f"({type(error).__name__}: {error}). Register the row, {row_of(attentions[0])}, and let "
@@ -140,7 +140,7 @@ def _judge_rows(
             return row
     name = type(model).__name__
     detail, check = failures[0]
-    if detail.startswith("KVPatchError: "):  # it says itself what stands in the way
+    if detail.startswith("KVPatchError: "):  # the error says itself what stands in the way
         return KVPatchError(f"No adapter for {name}, and no automatic row serves it: {detail.removeprefix('KVPatchError: ')}")
     return KVPatchError(
         f"No adapter for {name}, and an automatic row did not pass the checks ({check}: {detail}): its attention does more "
@@ -169,9 +169,9 @@ def derive_adapter(
 ) -> InterfaceAdapter:
     """Return a row (an adapter) for a family without an adapter. `automatic_adapters` and each trial of `_judge_rows` call it.
 
-    Settings are read from the attention modules' attributes, under the names that transformers' families use. Attributes do not
-    tell `positions_from_mask` and `slides` (see InterfaceAdapter), and `scaled`: the module scales its queries before
-    attention, so that logits get no further factor.
+    Most settings are read from the attention modules' attributes, under the names that transformers' families use. No attribute
+    shows the last three arguments: positions_from_mask, slides (as in InterfaceAdapter) and scaled, which is True if the module
+    scales its queries before attention, so that logits get no further factor.
     """
     attn, config = attentions[0], attentions[0].config
     # `learned` below: a table of learned position embeddings, for as many positions as the model has
@@ -200,12 +200,12 @@ def _causal_attentions(model: Any) -> list[nn.Module]:
         for module in innermost_attentions(model)
         if routes_through_interface(module)
         and not attends_both_ways(module)
-        and isinstance(getattr(module, "config", None), text)
+        and isinstance(getattr(module, "config", None), text)  # those of an image encoder have another configuration
         and not _of_states(module)  # linear attention of a hybrid model, which has no keys
     ]
 
 
 def _of_states(module: Any) -> bool:
-    """Tell if a module is the linear attention of a hybrid, which has a state and no keys."""
+    """Tell `_causal_attentions` if a module is the linear attention of a hybrid, which has a state and no keys."""
     types = getattr(module.config, "layer_types", None)
     return types is not None and knows_number(module) and types[module.layer_idx] in STATES

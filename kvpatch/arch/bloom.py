@@ -14,16 +14,20 @@ from .adapter import Adapter, Core, Forward, source_module
 
 @functools.cache
 def _read_slopes(build: Callable[[Tensor, int, torch.dtype], Tensor], num_heads: int) -> Tensor:
-    """Read the slopes from the model's own table for two tokens, where the newer one's bias is the slope."""
+    """Read ALiBi's slopes, for `alibi_slopes`, from the model's table for two tokens, where the newer one's bias is the slope.
+
+    build: the model's function that makes the table.
+    """
     return build(torch.ones(1, 2, dtype=torch.int64, device="cpu"), num_heads, torch.float32)[:, 0, 1]
 
 
 def alibi_slopes(attn: Any) -> Tensor:
-    """Return the slopes [H*G] of a model that builds its ALiBi from the padding mask."""
+    """Return ALiBi's slopes [H*G] of an attention module of BLOOM or Falcon, which build ALiBi from the padding mask."""
     return _read_slopes(source_module(attn).build_alibi_tensor, attn.num_heads)
 
 
 def _no_alibi(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """Stand in for the decoder's `build_alibi_tensor` while it is patched: attention adds ALiBi itself, and reads no table."""
     return mask
 
 

@@ -1,4 +1,4 @@
-"""The bound adapter: an adapter together with one attention module."""
+"""The bound adapter: an adapter together with one attention module, by which attention and scores ask about that module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _set_evaluating(attn: nn.Module) -> Iterator[None]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process' part of a sharded parameter; other tensors unchanged."""
+    """Return this process' part of a sharded parameter (a DTensor); return other tensors unchanged."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
@@ -105,16 +105,16 @@ class BoundAdapter:
         return mean_rotation(functools.partial(self.rotate, table=table), places_BF, like)
 
     def head_values(self, v_BHTD: Tensor) -> Tensor:
-        """Return the values that the output projection is applied to [B,N,T,D], N a multiple of H."""
+        """Return the values [B,N,T,D] that the output projection is applied to, by KV head or (N = H*G) by query head."""
         return self.adapter.head_values(self.attn, v_BHTD)
 
     def output_rows(self, like: Tensor, group: int, parallel: Parallel = WHOLE) -> tuple[Tensor, bool]:
         """Return the output projection W_O by query head [N,G,D,E], and whether it was measured.
 
-        `Call._output_rows` calls it when scores or selections multiply values by W_O. A view of a plain weight is kept in
-        `_rows` for the next call. The weight of a plain projection is read; any other (LoRA, quantized, offloaded) is measured
-        by applying it to unit vectors, without its bias. The processes of a row-parallel projection, which sums over them, take
-        turns.
+        `Call._output_rows` calls it when scores or selections multiply values by W_O. The weight of a plain projection is read,
+        and a view of it kept in `_rows` for the next call. Any other projection (LoRA, quantized, offloaded) is measured: it is
+        applied to unit vectors, and its bias subtracted. Processes that share a projection by rows take turns, since it sums
+        their outputs.
 
         Args:
             like: values [B,N,T,D] to which W_O will be applied, for dtype, device, N and D.

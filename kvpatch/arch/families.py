@@ -9,7 +9,7 @@ from .llama4 import Llama4Adapter
 
 
 def _make_row(name: str, stem: str, summary: str, *, rotary: bool = False, **where: Any) -> InterfaceAdapter:
-    """Build the adapter of a family; `stem` is the name of its attention class without "Attention"; rotary: see Rotary."""
+    """Build the adapter of a family. stem: its attention class's name without "Attention"; rotary: it has Llama's positions."""
     kind = RotaryInterfaceAdapter if rotary else InterfaceAdapter
     return kind(name, f"transformers.models.{name}.modeling_{name}.{stem}Attention", summary, **where)
 

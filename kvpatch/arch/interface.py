@@ -160,14 +160,14 @@ class InterfaceAdapter(Adapter):
         return _find_value(attn, self._sinks)
 
     def dropout(self, attn: nn.Module) -> float:
-        own = getattr(attn, self._dropout.rpartition(".")[2], None)  # noted when it was made; its config may have changed since
+        # the module's own, which it has noted when it was made, before its config, which may have changed since
+        own = getattr(attn, self._dropout.rpartition(".")[2], None)
         return own if isinstance(own, float) else _find_value(attn, self._dropout) or 0.0
 
     def kv_shape(self, attn: Any) -> tuple[int, int]:
         """Return the number of KV heads (0 if layers differ in it) and the head size of keys, from the module or its config.
 
-        `Target` asks when a model is patched, and `run` in each pass, to check its keys. Latent attention (MLA) has one head:
-        the latents.
+        `Target` asks at patched(), and `run` in each pass, to check its keys. Latent attention has one head: the latents.
         """
         if self.latent(attn):
             return 1, latents.read_sizes(attn)[0]
@@ -279,7 +279,7 @@ def routes_through_interface(module: nn.Module) -> bool:
 
 
 def _find_value(attn: Any, name: str | None) -> Any:
-    """Return the module's attribute that its family's row names, such as "config.x", for `scale` and others; or None."""
+    """Return a module's attribute by its name in the family's row, such as "config.x", for `scale` and others; or None."""
     try:
         return attrgetter(name)(attn) if name is not None else None
     except AttributeError:

@@ -16,10 +16,10 @@ NO_DECODER = "is_decoder=False of its configuration"
 def source_of(attn: nn.Module, attentions: list[nn.Module]) -> nn.Module | None:
     """Return the module whose keys and values `attn` uses; None if it computes its own. `with_readers` asks at patched().
 
-    attentions: all attention modules of the model.
+    attentions: all attention modules of the model. Those that share their keys say so by `store_full_length_kv`.
 
     Raises:
-        KVPatchError: nothing says which module that is.
+        KVPatchError: `attn` uses the keys of another layer, but no module of its kind says that it shares them.
     """
     if not getattr(attn, "is_kv_shared_layer", False):
         return None
@@ -40,7 +40,7 @@ def attends_both_ways(module: nn.Module) -> bool:
 
 
 def is_cross_attention(name: str, module: nn.Module) -> bool:
-    """Tell if the module of this name is attention to what an encoder read."""
+    """Tell if a module is attention to what an encoder read, by its name in the model or by its class's name."""
     last = name.rpartition(".")[2]
     return last in CROSS or "crossattention" in type(module).__name__.lower()
 
@@ -57,7 +57,7 @@ def make_encoder_error(model: nn.Module, sign: str) -> KVPatchError:
 
 
 def position_limit(config: Any) -> int | None:
-    """Return how many positions a configuration names, if any."""
+    """Return the number of positions that a configuration of transformers names, or None."""
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
 
 

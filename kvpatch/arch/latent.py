@@ -20,7 +20,7 @@ from .adapter import Core
 
 
 def read_sizes(attn: Any) -> tuple[int, int]:
-    """Return the numbers of an entry, and of the latent at its beginning."""
+    """Return how many numbers an entry (latent and rotary key) has, and how many the latent at its beginning."""
     return attn.kv_lora_rank + attn.qk_rope_head_dim, attn.kv_lora_rank
 
 
@@ -28,8 +28,8 @@ def is_latent(attn: Any) -> bool:
     """Tell whether the cache of a module with multi-head latent attention can hold latents instead of keys and values.
 
     `InterfaceAdapter.latent` asks when a model is patched, and in each pass. It needs the weight of `kv_b_proj`, which expands
-    latents to keys and values. Where that is quantized, wrapped (LoRA), offloaded or sharded over processes, the cache holds
-    what it expands to. False for modules without latents.
+    latents to keys and values. If that cannot be read (it is quantized, wrapped by LoRA, offloaded or sharded over processes),
+    the cache holds the expanded keys and values. False for modules without latents.
     """
     expands = getattr(attn, "kv_b_proj", None)
     if type(expands) is not nn.Linear or not hasattr(attn, "expand_kv"):
@@ -75,6 +75,6 @@ def attend(attn: Any, core: Core, q_BNQD: Tensor, entry_B1QD: Tensor, latent_B1Q
 
 
 def project_values(attn: Any, latent_B1TR: Tensor) -> Tensor:
-    """Return the values of each query head [B,N,T,E]."""
+    """Return each query head's values [B,N,T,E], W_UV times the cached latents, for `InterfaceAdapter.head_values`."""
     value_NER = _find_weights(attn)[1].detach()
     return latent_B1TR @ value_NER.transpose(1, 2).to(latent_B1TR.device, latent_B1TR.dtype)

@@ -11,5 +11,5 @@ class Llama4Adapter(InterfaceAdapter):
     """Llama 4's text decoder."""
 
     def counts_columns(self, attn: Any) -> bool:
-        """Tell if the module scales queries by how many columns, padding included, its cache has seen."""
+        """Tell if the module scales queries by how many columns, padding included, its cache has seen, as some layers do."""
         return bool(attn.attn_temperature_tuning and not attn.use_rope)

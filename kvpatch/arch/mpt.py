@@ -13,7 +13,7 @@ from .adapter import Adapter, heads_first, source_module
 
 @functools.cache
 def _read_slopes(build: Callable[[int, int], Tensor], n_heads: int) -> Tensor:
-    """Read the slopes from the model's own table for two tokens, where the older one's bias is minus the slope."""
+    """Read ALiBi's slopes, for `slopes`, from the model's table for two tokens: the older one's bias is minus the slope."""
     return -build(n_heads, 2)[:, 0, 0]
 
 

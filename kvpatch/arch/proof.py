@@ -14,8 +14,8 @@ from ..errors import KVPatchError
 from .twin import PARAMETERS, make_twin, shrink_config
 
 _LOG = logging.getLogger(__name__)
-_PROVED: dict[tuple[type, str, str], str] = {}
-_PROVING: ContextVar[bool] = ContextVar("proving", default=False)
+_PROVED: dict[tuple[type, str, str], str] = {}  # why a class fails, "" if it passes; by class, twin and versions
+_PROVING: ContextVar[bool] = ContextVar("proving", default=False)  # True while a twin is under check
 
 
 def check_twin(twin: nn.Module) -> Any:
@@ -67,13 +67,13 @@ def _find_failure(decoder: nn.Module, attentions: list[nn.Module]) -> str:
     """
     try:
         twin = make_twin(decoder, attentions)
-    except Exception as error:  # a class of any shape
+    except Exception as error:  # the model's class may raise anything
         if not is_checkable(decoder):
             return f"no tiny twin of it could be built to check ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         twin = decoder
     try:
         table = check_twin(twin)
-    except Exception as error:  # a version of any shape
+    except Exception as error:  # an untested version may raise anything
         return f"its tiny twin does not run ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
     failed = next((result for result in table if not result.passed), None)
     return "" if failed is None else f"its tiny twin fails a check ({failed.name}: {failed.detail})"
@@ -96,5 +96,5 @@ def describe_twin(decoder: Any) -> str:
     """
     try:
         return shrink_config(decoder.config).to_json_string(use_diff=False)
-    except Exception:  # a configuration of any shape
+    except Exception:  # a configuration may lack anything that a twin needs
         return str(getattr(decoder, "config", ""))

@@ -56,7 +56,7 @@ def refuse_other_kinds(model: nn.Module) -> None:
 
 
 def _may_take_cache(attn: nn.Module) -> bool:
-    """Tell by its parameters if an attention's forward may take a cache; for `refuse_other_kinds`, which wants one that may."""
+    """Tell `refuse_other_kinds` if an attention's forward may take a cache, by the names of its parameters."""
     # code outside transformers may use other names
     if not type(attn).__module__.startswith("transformers."):
         return True
@@ -65,7 +65,7 @@ def _may_take_cache(attn: nn.Module) -> bool:
 
 
 def _text_part(model: nn.Module) -> nn.Module:
-    """Return the decoder that generates text, without the encoders of images and sounds in front of it."""
+    """Return the decoder of `model` that generates text, without encoders of images or sounds, for `refuse_other_kinds`."""
     part = model.get_decoder() if isinstance(model, PreTrainedModel) else model
     return part if isinstance(part, nn.Module) else model
 
@@ -110,7 +110,8 @@ def refuse_replaced(attn: nn.Module, adapter: Adapter) -> None:
                 f"{name} attends by a function of your own ({chosen!r}), which attention under a budget would leave out: call "
                 "model.set_attn_implementation('sdpa') before if it computes the same."
             )
-    for code in (type(attn).forward, attributes.get("forward"), attributes.get("_old_forward")):  # accelerate's: the old one
+    # accelerate's hooks keep the module's own forward as `_old_forward`
+    for code in (type(attn).forward, attributes.get("forward"), attributes.get("_old_forward")):
         if type(adapter).run is Adapter.run and code is not None and home_of(code) not in HOMES:
             _warn_once(f"[kvpatch] The forward of {name} is code of {home_of(code)}, which passes under a budget leave out.")
 

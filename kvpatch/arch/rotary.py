@@ -16,12 +16,12 @@ none does, it is the model's number of positions."""
 
 
 def switch_length(model: nn.Module) -> int | None:
-    """Return the length of text after which a model rotates all its tokens otherwise; None if it never does."""
+    """Return the length of text beyond which a model rotates all its tokens by other frequencies; None if it never does."""
     return min((limit for module in model.modules() for limit in _list_switches(module)), default=None)
 
 
 def _list_switches(rotary: Any) -> list[int]:
-    """Return the text lengths beyond which a rotary embedding rotates all tokens otherwise; [] if there are none.
+    """Return the text lengths beyond which a rotary embedding rotates all tokens by other frequencies; [] if there are none.
 
     `switch_length` asks every module of a model: one that is no rotary embedding has none. A rotary embedding has one scaling
     (rope_type), or one for each kind of layer; BY_LENGTH names those that depend on the text's length.
@@ -43,7 +43,7 @@ class Rotary:
     renumbers = turns_back = True
 
     def without_rotation(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a forward with cosines of 1 and sines of 0, by which nothing is rotated."""
+        """Return a forward's arguments with cosines of 1 and sines of 0, so that nothing is rotated, as `make_forward` asks."""
         cos, sin = call["position_embeddings"]
         return {**call, "position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
 

@@ -17,7 +17,9 @@ PARAMETERS = 40_000_000
 """Parameters that a twin may have, so that checking it takes seconds."""
 
 _LAYERS, _WIDTH, _INNER, _VOCAB, _EXPERTS, _WINDOW = 2, 64, 64, 128, 4, 8
-_LIMITS = (  # the first that fits; the last so that a layer that looks at few tokens of a long text shows it on a short one
+# parts of a field's name, and the most that its number may be in a twin; the first row that fits counts. The last row makes
+# windows so short that they show on a short text
+_LIMITS = (
     (("pattern", "_every_"), sys.maxsize),
     (("_token_id", "_token_index"), _VOCAB - 1),
     (("vocab_size",), _VOCAB),
@@ -68,13 +70,13 @@ def make_twin(decoder: Any, attentions: list[nn.Module]) -> Any:
 
 
 def kind_of(attn: nn.Module) -> tuple[Any, ...]:
-    """Return what layers of one kind share, by which a twin is found to have all kinds: class, and flags, texts or None."""
+    """Return what tells kinds of attention layers apart, for `make_twin`: the class, and attributes that are flags or texts."""
     flags = ((name, value) for name, value in vars(attn).items() if value is None or isinstance(value, bool | str))
     return type(attn), *sorted((one for one in flags if one[0] != "training" and not one[0].startswith("_")), key=str)
 
 
 def _draw_weights(parameter: nn.Parameter) -> None:
-    """Fill a parameter of a twin with random numbers so large that uneven attention shows mistakes; `make_twin` calls it."""
+    """Fill a twin's parameter with random numbers, for `make_twin`, large enough for uneven attention, which shows mistakes."""
     if parameter.ndim >= 2 and not parameter.requires_grad:  # a table of sinusoidal positions, which is not learned
         return
     if parameter.ndim >= 2:
@@ -175,7 +177,7 @@ def _pick_sharing_layers(fields: dict[str, Any], layers: int) -> list[int]:
 
 
 def _list_derived(config: Any) -> set[str]:
-    """Return the attributes that a configuration computes from its parameters."""
+    """Return the names of attributes that a configuration computes from its fields, for `shrink_config` to drop."""
     names = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else vars(config).keys()
     return vars(config).keys() - names - set(config.attribute_map.values())
 

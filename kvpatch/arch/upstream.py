@@ -76,15 +76,15 @@ def attention_of(config: Any) -> str:
 
 
 def name_attention(config: Any, name: str) -> None:
-    """Ask for an attention function without the checks that the setter makes of a model."""
+    """Set the name of a configuration's attention function, in place; the setter would change its sub-configurations too."""
     config._attn_implementation_internal = name
 
 
 def keeps_state(kind: type) -> bool:
-    """Tell if a model's class says that it keeps a recurrent state."""
+    """Tell if a model's class declares that it keeps a recurrent state, of which no token can be taken back."""
     return getattr(kind, "_is_stateful", False)
 
 
 def mask_columns(generation_config: Any) -> int | None:
-    """Return the columns of the padding mask that generate() has left out since all of it is ones."""
+    """Return how many columns generate()'s padding mask has if generate() left it out, since it is all ones; else None."""
     return getattr(generation_config, "_mask_length", None)

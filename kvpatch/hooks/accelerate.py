@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 _PLACES = ("forward", "_old_forward")
 OwnMethod = Callable[[Any], Callable[..., Any]]
-"""Finds a method of a module as it is without the patch; of a copy of the module that was patched, the copy's."""
+"""Function of a module, the patched one or a copy of it, that returns a method of that module as it is without the patch."""
 
 
 def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None) -> OwnMethod:
@@ -35,9 +35,10 @@ def own_method(module: nn.Module, name: str, previous: Callable[..., Any] | None
 
 @dataclass
 class ForwardUndo:
-    """The undo of a replaced forward. Hooks may come and go in between, so it looks for `ours` in both attributes.
+    """The undo of a replaced forward. accelerate's hooks may be put on or removed in between, which moves the patch's forward.
 
-    name: attribute that was replaced. before: its value in the instance's attributes, or None.
+    name: attribute that was replaced. before: its value in the instance's attributes, or None. ours: the patch's forward, which
+    is looked for in both attributes of `_PLACES`. undone: True once the forward from before the patch is back.
     """
 
     name: str
@@ -68,8 +69,8 @@ def replace_forward(
 ) -> None:
     """Replace a module's forward by make(own), where own(module) returns the forward it has without the patch.
 
-    `Installation._change_model` calls it for each attention module as a model is patched. `register` gets the undo before the
-    change of the module's attribute `forward` (or `_old_forward`).
+    `Installation._change_model` calls it for each attention module as a model is patched. register: called with the undo before
+    the attribute `forward` (or `_old_forward`) is changed, so that a change that is interrupted can be undone.
     """
     attributes = vars(module)
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"  # accelerate's hook calls `_old_forward`
@@ -92,7 +93,7 @@ def replicate(module: nn.Module) -> nn.Module:
 
 @dataclass
 class HookUndo:
-    """The undo of a forward pre-hook, or of a hook after the forward."""
+    """The undo of a forward pre-hook or, if `after` is True, of a hook that runs after the forward."""
 
     hook: Callable[..., Any]
     after: bool = False
@@ -109,7 +110,7 @@ class HookUndo:
 def put_hook(module: nn.Module, hook: Callable[..., Any], register: Callable[[HookUndo], None], after: bool = False) -> None:
     """Put a pre-hook (with `after` a hook after the forward) on a module, for `Installation._change_model`.
 
-    `register` gets the undo first.
+    register: called with the undo before the hook is put on.
     """
     register(HookUndo(hook, after))
     if after:
@@ -144,7 +145,7 @@ def list_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     hooks = [(f"{prefix}." if prefix else "", hook) for prefix, child in model.named_modules() for hook in _list_hooks(child)]
     stores = {prefix: hook.weights_map for prefix, hook in hooks if getattr(hook, "weights_map", None) is not None}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:  # innermost modules first
+        if parameter.is_meta:  # its numbers are in one of the maps: look at innermost modules first
             matches = (
                 store[name.removeprefix(prefix)] for prefix, store in reversed(stores.items()) if name.startswith(prefix)
             )
@@ -168,5 +169,6 @@ def list_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _list_hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Return accelerate's hook of a module and, if it stands for several (a SequentialHook), these; () without a hook."""
     hook = getattr(module, "_hf_hook", None)
     return () if hook is None else (hook, *getattr(hook, "hooks", ()))

@@ -27,10 +27,10 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
     The model calls the new forward once for each pass and layer. It attends through the cache among its arguments, which
     changes that cache; without one it calls the module's own forward.
 
-    cls: the module's class. adapter: runs the code of its model family. layer: index of the layer in the cache. reads: the
-    module has no keys, and uses those of that layer. own: returns the module's own forward.
+    cls: the module's class. adapter: runs the code of its model family. layer: index of the layer in the cache. reads: True if
+    the module computes no keys, and uses those of that layer. own: returns the module's own forward.
     """
-    # names of the forward's parameters, the first of which takes the hidden states; and the one that takes the cache
+    # names of the forward's parameters, the first of which takes the hidden states; and of the parameter that takes the cache
     names, cache_name = parameters(cls), cache_argument(cls.forward)  # type: ignore[arg-type]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,10 +94,10 @@ class PassMask(Tensor):
 
 
 class Courier(Tensor):
-    """The mask of a pass without a cache of the caller's; it and tensors made from it carry the pass's own cache, or caches.
+    """The mask of a pass for which the caller gave no cache; it and tensors made from it carry the pass's own cache, or caches.
 
-    Gradient checkpointing removes caches from the layers' arguments, and runs layers again after the decoder has ended; only
-    the mask always reaches them.
+    Gradient checkpointing removes caches from the layers' arguments, and runs layers again after the decoder has ended. The
+    mask is the only argument that always reaches the layers.
     """
 
     cache: Any  # an EvictingCache, or a PackedPass; on its way to the decoder a RequestPool
@@ -150,7 +150,7 @@ def _refuse_lost_mask(call: dict[str, Any], Q: int) -> None:
 
 @functools.cache
 def parameters(cls: Any) -> tuple[str, ...]:
-    """Return the names of forward's parameters, for positional arguments."""
+    """Return the names of the parameters of a class's forward, without self, by which hooks name positional arguments."""
     return tuple(name for name in inspect.signature(cls.forward).parameters if name != "self")
 
 

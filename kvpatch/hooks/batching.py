@@ -111,7 +111,7 @@ def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
     init_continuous_batching() calls it for a new manager. The limit is the model's number of positions (sentence HAS) or, if
     less, the length from which the model uses other rotary frequencies for all tokens, as LongRoPE does (sentence ALIKE).
     """
-    # with renumbered positions a text may be longer than the model's positions
+    # with renumbered positions a text may be longer than the number of positions that the model has
     limit = None if state.settings.renumbered else position_limit(model.config.get_text_config())
     limit, switch = state.max_positions or limit, switch_length(model)
     return (limit, HAS) if switch is None or (limit is not None and limit <= switch) else (switch, ALIKE)
@@ -130,7 +130,10 @@ def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> 
 
 
 def _make_courier(pool: RequestPool) -> Tensor:
-    """Make the mask that leads a packed pass through the model to the decoder's hook."""
+    """Make the mask of a packed pass, which carries the pool of its requests through the model to the decoder's hook.
+
+    The engine calls it, as `EngineTerms.carry`, for each pass.
+    """
     return Courier.carrying(pool, pass_mask(pool.device))
 
 

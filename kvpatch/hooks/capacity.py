@@ -41,8 +41,9 @@ def round_capacities(cache: EvictingCache) -> None:
     if all(_is_rounded(layer) for layer in layers):
         return
     cache.unstack_layers(due=cache.stacked)  # layers' tensors may be views of one that stacks all layers
-    # RoCo's number of protected tokens would be a constant of the graph: without it a step reads the tensor beside it
-    new_limits: dict[int, Limits] = {}  # numbers of protected tokens; layers that shared an object share the new one
+    # deviation_count: how many tokens RoCo protects, as an int, which a graph would keep as a constant. A step without it reads
+    # the number from a tensor (`deviation`). Limits: numbers of protected tokens; layers that shared them share the new ones
+    new_limits: dict[int, Limits] = {}
     for layer in layers:
         _widen(layer, round_capacity(layer.positions.shape[2]))
         old = layer.limits
@@ -72,6 +73,7 @@ def _follows_prompt(cache: EvictingCache, index: int) -> bool:
 
 
 def _is_rounded(layer: SlotLayer) -> bool:
+    """Tell `round_capacities` if it has changed a layer before: its slots are a class's, and its limits have no constant."""
     C, limits = layer.positions.shape[2], layer.limits
     rounded = layer.may_have_empty and layer.columns_used == C == round_capacity(C)
     return rounded and (limits is None or limits.deviation_count is None)

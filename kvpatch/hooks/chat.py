@@ -114,7 +114,7 @@ class Chat:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Positions (start, stop) of each message that was read, with its header; what a template puts first is the first's."""
+        """Positions (start, stop) of each message read, with its header; text in front of all messages is part of the first."""
         starts = self._read.starts
         return list(zip(starts, [*starts[1:], self.ids.shape[1]], strict=True)) if starts else []
 
@@ -175,7 +175,7 @@ class Chat:
         self._read.text, self.messages[index] = new_text, {"role": self.messages[index]["role"], "content": text}
 
     def _check_index(self, method: str, index: object) -> int:
-        """Return how many messages were read, for forget() and replace(); raise KVPatchError unless `index` is that of one."""
+        """Return how many messages were read; raise KVPatchError, which names the public `method`, unless `index` is of one."""
         read = len(self.spans)
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < read:
             known = f"give 0 to {read - 1}, an index of chat.messages" if read else "send() one first"
@@ -200,8 +200,8 @@ class Chat:
         self.messages.append({"role": role, "content": text})
         try:
             rendered = self._template.render_turn(self.messages, self._read.left_out)
-            # A template may rewrite what was read. If it drops a part of the newest answer, that is evicted from the cache; for
-            # other changes the cache is emptied, to read all anew: without forgotten messages, `left_out` from then on.
+            # A template may rewrite what was read. A part of the newest answer that it drops is evicted from the cache. If it
+            # changes more, the cache is emptied to read all anew without forgotten messages, which `left_out` names then
             if not rendered.text.startswith(self._read.text) and not self._forget_stripped(rendered.text):
                 self._begin_again()
                 rendered = self._template.render(self.messages, self._read.left_out)
@@ -214,7 +214,7 @@ class Chat:
         return torch.cat([self.ids, torch.tensor([unread], device=self.ids.device)], 1)
 
     def _forget_stripped(self, text: str) -> bool:
-        """Evict what `text`, rendered by `_ask`, leaves out of the newest answer; False: it changes more, or none can go."""
+        """Evict what `text`, rendered by `_ask`, leaves out of the newest answer; False if more differs, or eviction fails."""
         if isinstance(self.cache, LosslessCache):
             return False  # it keeps exact entries, and later tokens attended to these
         answer_start = self.ids.shape[1] - len(self._read.answer)
@@ -261,7 +261,7 @@ def begin_chat(
     target: Target, settings: CacheSettings, new_cache: Callable[[], EvictingCache | LosslessCache],
     replace: Callable[..., None], tokenizer: Any, system: str | None, keep_system: bool, options: dict[str, Any],
 ) -> Chat:  # fmt: skip
-    """Check a patch and the options of a chat, and make the Chat, for `Patch.chat`. Reads nothing yet; raises KVPatchError."""
+    """Make the Chat, for `Patch.chat`; nothing is read yet. KVPatchError: the model, options or patch do not suit it."""
     model = target.find_caller()
     if model is None:
         raise KVPatchError("This model has no generate(): patch a model with a language head, such as AutoModelForCausalLM.")

@@ -25,8 +25,8 @@ from .target import Target
 def compress_past(target: Target, state: PatchState, past: Any, ids: Any, mask: Any) -> EvictingCache:
     """Return a new cache under the budget with what the policy keeps of `past`, for `Patch.compress`; `past` stays as it is.
 
-    past: a DynamicCache, or an EvictingCache that has evicted nothing. ids, mask: its tokens and padding mask, or None. Scores
-    are computed from the keys and values alone, or by a second reading of the prompt if the policy asks for one.
+    past: a DynamicCache, or an EvictingCache that has evicted nothing. ids, mask: its tokens [B,T] and padding mask [B,T], or
+    None. Scores are computed from keys and values alone, or by a second reading of the prompt if the policy asks for one.
     """
     refuse("compress", state.list_features())
     by_columns = isinstance(past, EvictingCache) and past.rows.by_columns  # its positions count padding columns
@@ -59,8 +59,8 @@ _EMPTY = "past has read nothing yet: call the model with it first."
 def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device]) -> None:
     """Evict from each layer of `cache` in place, for `compress_past`, with the code that ends a prompt in a forward pass.
 
-    There are no queries here: policies that score by them are refused, unless they read the prompt a
-    second time. Then their layers wait, and evict in `read_again`.
+    No queries are at hand. Policies that score by them are refused, unless they read the prompt a second time: then layers do
+    not evict here but later, in `read_again`.
     """
     shapes, now = target.shapes(), cache.current_pass
     for layer, (module, adapter) in enumerate(target.attentions):

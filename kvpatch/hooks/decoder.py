@@ -91,7 +91,7 @@ def _enter_decoder(decoder: nn.Module, call: dict[str, Any], state: PatchState) 
 
 
 def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-    """Check a forward pass and begin it, for `_enter_decoder`: change its arguments `call` and cache. None: own code runs."""
+    """Check and begin a pass, for `_enter_decoder`: change its arguments `call` and cache; None: the model's own code runs."""
     reader = state.outer_inputs.take_reader()  # the multimodal model around the decoder, or None
     if runs_own_code(decoder, call, state):
         return None
@@ -108,7 +108,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
             "Leave it out, or look at cache.positions(layer) for what is attended to."
         )
     tokens = inputs.find_tokens(call, decoder)
-    if tokens is None:
+    if tokens is None:  # both ids and embeddings were given, or neither: the model's own code raises the error
         return None
     tokens = _drop_seen_tokens(call, cache, tokens)
     mask = _check_batch(decoder, call, cache, tokens, state)
@@ -190,7 +190,7 @@ def _check_batch(
 
 
 def _is_by_hand(cache: EvictingCache, mask_BT: Tensor) -> bool:
-    """Tell if the user calls this step, whose mask must be checked; generate() extends its own. No mask on a GPU is read."""
+    """Tell `_check_batch` if the user, not generate(), made this step's mask, so that it is checked; False for one on a GPU."""
     read = cache.plans.prompt_len
     return at_hand(mask_BT) and (read is None or cache.get_seq_length() < read)
 
@@ -261,7 +261,7 @@ def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
 
 
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    """Tell `runs_own_code` if a pass asks for attention matrices or a mask that is not causal (a 2-D mask is of padding)."""
+    """Tell `runs_own_code` if a pass asks for attention matrices, shared keys and values, or a mask beyond padding (2-D)."""
     mask = call.get("attention_mask")
     unusual = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
     return unusual or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
@@ -270,8 +270,8 @@ def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:
     """Begin a decode step that torch.compile traces or a CUDA graph captures: change `call` and `cache`; False if it cannot.
 
-    `before_decoder` calls it. concatenated: its rows are at different positions of their texts. renumbered: keys are cached
-    unrotated, and rotated to their rank among the keys held.
+    `before_decoder` calls it. `concatenated`: the cache's rows are at different positions of their texts. `renumbered`: keys
+    are cached unrotated, and rotated later by their rank among the keys held.
     """
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     mask = call.get("attention_mask")

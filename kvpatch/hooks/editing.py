@@ -41,8 +41,8 @@ def _read_edit(
 ) -> None:
     """Run the decoder over the tokens that replace a span, at positions `places_Q`; then sort each head's slots by position.
 
-    `replace_span` calls it once the replaced tokens are gone. call: the decoder's arguments, which are updated. edit: where the
-    new tokens begin and end.
+    `replace_span` calls it once the replaced tokens are gone. call: the decoder's arguments, which are updated. edit: positions
+    at which the new tokens begin and end, and how many positions were inserted for them.
     """
     tokens_BQ, before = call["input_ids"], cache.now  # no pass is running: None
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Caches in files: checks before one is written, and parts of the model that one that was read takes up."""
+"""Caches in files: checks before one is written, and what a cache that was read from a file takes from the model."""
 
 from __future__ import annotations
 

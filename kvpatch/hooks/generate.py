@@ -141,7 +141,7 @@ def wrap_prepare_cache(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwargs: dict[str, Any], state: PatchState) -> None:
-    """Note a prompt's length in `cache.plans` if type(model).generate() runs; cleared when its copy `config` is freed."""
+    """Note a prompt's length in `cache.plans`, for type(model).generate(); `_finish` clears it when its `config` is freed."""
     mask = model_kwargs.get("attention_mask")
     columns = mask_columns(config) if mask is None else mask.shape[1]
     if getattr(config, "is_assistant", False):
@@ -155,7 +155,7 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
-    """Note in `cache.plans`, for `_run_with_cache`, the columns up to the prompt's end: read before, PEFT's, and new ones."""
+    """Note in `cache.plans`, for `_run_with_cache`, columns up to the prompt's end: seen ones, PEFT's (`virtual`), and new."""
     # columns of the whole text, if known, and those that the cache has read. given.alone: only new tokens were given
     columns, seen = given.whole or 0, given.columns_read
     if not virtual:
@@ -168,7 +168,7 @@ def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> 
 def _finish(cache: EvictingCache, state: PatchState, recorded: bool = True) -> None:
     """Clear `cache.plans` and log the end time, for `_run_with_cache` after generate(), also if it failed."""
     cache.plans.prompt_len, cache.plans.new_tokens, cache.plans.resent_columns = None, None, 0
-    if not recorded:  # assisted decoding has turned it on: plain steps need no log
+    if not recorded:  # assisted decoding has turned recording on for this call: plain steps need no log
         cache.stop_past_recording()
     state.log.finish(cache)
 
@@ -248,7 +248,7 @@ def _refuse_cache_implementation(kwargs: dict[str, Any], *configs: Any) -> None:
 
 
 def _drafts_wanted(kwargs: dict[str, Any], *configs: Any) -> bool:
-    """Tell if generate() was asked for assisted decoding."""
+    """Tell `_run_with_cache` if generate() was asked for assisted decoding: by a model that drafts, or by prompt lookup."""
     return any(find_option(name, kwargs, *configs) is not None for name in ("assistant_model", "prompt_lookup_num_tokens"))
 
 

@@ -32,7 +32,8 @@ from .state import NotCaptured, PatchState
 RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaRecorder}  # by the type of the device
 HOOKS = ("kvpatch", "transformers")  # the latter's do nothing where nothing more than logits is asked for
 INPUTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "return_dict", "logits_to_keep", *CACHE_NAMES}
-_COMMON = vars(nn.Module()).keys() - {"training"}
+"""Arguments of a plain decode step; a pass with any other runs without a graph."""
+_COMMON = vars(nn.Module()).keys() - {"training"}  # attributes that every module has, such as its hooks
 
 
 class GenerateSteps:
@@ -71,7 +72,7 @@ class GenerateSteps:
             self._lock.release()
 
     def _find_graph(self, model: nn.Module) -> StepGraph | None:
-        """Return the model's graphs, for `with_graphs`; new ones if the model has changed, None if steps run without any.
+        """Return the model's graphs, for `with_graphs`; new ones if it has changed, None if its steps run without graphs.
 
         A change is another address, dtype or shape of a weight, another class of a module, or another attribute.
         """
@@ -91,8 +92,8 @@ class GenerateSteps:
         return self._graph
 
     def _call(self, model: nn.Module, graph: StepGraph, cache: EvictingCache, /, *args: Any, **inputs: Any) -> Any:
-        """Run one pass of generate(), which calls this for the model in `with_graphs`: by a graph if it is a decode step."""
-        # another cache than the one of this generate(), such as an assistant model's
+        """Run one pass of generate(), which calls this instead of the model: by a graph if it is a decode step over `cache`."""
+        # foreign: of another cache than the one of this generate(), such as an assistant model's
         foreign = bool(args) or cache_of(inputs) is not cache
         reads = cache.columns_read < (cache.plans.prompt_len or 0)  # a prompt in pieces, the last of which may be one token
         taken = None if foreign or reads else _take_inputs(inputs)
@@ -100,7 +101,7 @@ class GenerateSteps:
         return type(model).__call__(model, *args, **inputs) if output is None else output
 
     def _step_by_graph(self, graph: StepGraph, inputs: dict[str, Tensor], cache: EvictingCache) -> ModelOutput | None:
-        """Run a decode step by a CUDA graph, captured first if need be, for `_call`; return the output. None: not run."""
+        """Run a decode step by a CUDA graph, captured first if need be, for `_call`; return its output, None if none ran."""
         replays = graph.replays
         try:
             logits = graph.step(inputs, cache)
@@ -129,7 +130,7 @@ class GenerateSteps:
 
 
 def _take_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    """Return the tensors that a graph needs, for `GenerateSteps._call`; None if it is no plain step of one token per row."""
+    """Return the ids and positions that a graph needs, for `GenerateSteps._call`; None if it is no plain step of one token."""
     ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     others = any(value is not None and value is not False for name, value in inputs.items() if name not in INPUTS)
     if others or ids is None or ids.shape[1:] != (1,) or inputs.get("use_cache") is False:
@@ -167,7 +168,7 @@ def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str
 
 
 def _only_computes(module: nn.Module) -> bool:
-    """Tell `describe_model` if graphs may skip a module's Python code: its class, forwards and hooks are known packages'."""
+    """Tell `describe_model` if graphs may skip a module's Python code: class, forwards and hooks come from known packages."""
     attributes = vars(module)
     code = [type(module), type(module).forward, attributes.get("forward"), attributes.get("_old_forward")]
     hooks = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()]

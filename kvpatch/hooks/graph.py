@@ -45,8 +45,8 @@ Inputs = dict[str, Tensor]
 class _Captured:
     """A captured step, and the memory that it works on.
 
-    tensors: of the cache that lives there, in the order of its places. owner: that cache. left: steps until something must be
-    looked at that the host counts. inputs, logits: of the step.
+    tensors: of the cache that lives there, in the order of `_places`. owner: that cache. left: steps that can be replayed until
+    the host must check the cache again. inputs, logits: of the step.
     """
 
     def __init__(self, recorder: Recorder, cache: EvictingCache, inputs: Inputs) -> None:
@@ -66,7 +66,7 @@ class _Captured:
     def goes_on(self, inputs: Inputs, cache: EvictingCache) -> bool:
         """Tell if the next step can be replayed without a check of the cache: nobody has read or changed it since the last."""
         alike = self.owner() is cache and cache.seen_B is self.seen_B and _shapes(inputs) == _shapes(self.inputs)
-        untouched = self.left > 0 and cache.counters.has_uncounted_steps
+        untouched = self.left > 0 and cache.counters.has_uncounted_steps  # the latter ends when anyone reads the cache
         return untouched and alike and not is_autocasting(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
@@ -175,7 +175,7 @@ class StepGraph:
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
         """Find or capture the graph for `step`, and move the cache's tensors into it; None: the caller runs the step itself.
 
-        None for the first step of a kind (with these shapes and `_facts`), and after a failed capture, the last one tried.
+        It returns None for the first step of a kind (with these shapes and `_facts`), and if the capture fails, as the last.
         """
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))
@@ -199,7 +199,7 @@ class StepGraph:
         return captured
 
     def _keep_newest(self) -> None:
-        """Drop kinds that ran longest ago; the newest one stays."""
+        """Drop the kinds of steps that ran longest ago, down to KINDS and to `limit` bytes of memory; the newest one stays."""
         while len(self._known) > KINDS or (len(self._known) > 1 and self.nbytes > self.limit):
             self._drop_oldest()
 
@@ -272,7 +272,7 @@ def _shapes(inputs: Inputs) -> tuple[object, ...]:
 
 def _positions(cache: EvictingCache, B: int) -> Tensor:
     """Return the next token's positions [B,1], for `StepGraph._call_model`: the model would compute them on the host."""
-    if not cache.rows.by_columns:  # True: positions count padding columns, as in the unpatched model
+    if not cache.rows.by_columns:  # else positions count padding columns too, as in the unpatched model
         return cache.next_positions()
     return cache.counters.tensors.columns.expand(B, 1).clone()
 

@@ -21,7 +21,7 @@ from ..errors import KVPatchError
 
 
 def stack_of(decoder: Any) -> Stack | None:
-    """Return the layer numbers of a hybrid decoder that attend and that keep a recurrent state; None for other decoders.
+    """Return the Stack of a hybrid decoder: numbers of its layers that attend, and of those with a recurrent state; or None.
 
     `Target.find` calls it before a model is patched. Read from the empty cache that transformers makes for its configuration.
 
@@ -46,10 +46,10 @@ def stack_of(decoder: Any) -> Stack | None:
 
 
 def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | None:
-    """Return the Stack with `readers`: layers that have no keys and use another layer's. Unchanged if every layer has keys.
+    """Return a Stack (table of layer numbers) with `readers`: layers that have no keys and use those of another layer.
 
-    `Target.find` calls it before a model is patched. stack: which layers of a hybrid attend or keep a state; None for other
-    decoders. numbers: layer number of each attention module.
+    `Target.find` calls it before a model is patched. stack: which layers of a hybrid attend or keep a state, or None; returned
+    as it is if every layer has keys. numbers: layer number of each attention module.
     """
     sources = {module: source_of(module, list(numbers)) for module in numbers}
     readers = {numbers[module]: numbers[source] for module, source in sources.items() if source is not None}

@@ -23,7 +23,7 @@ from ..cache.model_stamp import BASE, ModelStamp
 from ..cache.prefix import Prefix
 from .accelerate import list_parts, list_weights
 
-FEW = 16  # numbers of each weight that are looked at
+FEW = 16  # how many numbers of each weight a stamp or description has
 
 
 def stamp_model(decoder: nn.Module) -> ModelStamp:
@@ -49,7 +49,7 @@ def stamp_model(decoder: nn.Module) -> ModelStamp:
 
 
 def is_read_alike(decoder: nn.Module, cache: EvictingCache | Prefix) -> bool:
-    """Tell if the model that has read a cache computes as this one does now: the same weights and adapters."""
+    """Tell if the model that has read a cache or prefix computes as this one does now: by the same weights and adapters."""
     return cache.model_stamp is not None and cache.model_stamp.differs(stamp_model(decoder)) is None
 
 
@@ -108,7 +108,10 @@ def _list_adapters(tuned: list[nn.Module]) -> tuple[tuple[str, ...], int]:
 
 
 def _list_acting(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Return the adapters of PEFT that change what a module computes now, each with its scale, for `_list_adapters`."""
+    """Return the adapters of PEFT that change what a module computes now, for `_list_adapters`: (name, scale) of each.
+
+    Of an adapter that is merged into the weights the scale is None.
+    """
     attributes = vars(module)
     if attributes.get("_disable_adapters", False):
         return ()

@@ -100,7 +100,10 @@ def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
 
 
 def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
-    """Raise KVPatchError in `_begin_pass` and `begin_replay` if a pass reads both ways, or needs an encoder or all keys."""
+    """Raise KVPatchError, for `_begin_pass` and `begin_replay`, if a pass asks for what no budget allows.
+
+    It must not attend to later tokens or to an encoder, nor return the keys and values of all tokens.
+    """
     if call.get("return_shared_kv_states"):
         raise KVPatchError(
             "return_shared_kv_states=True: under a budget no pass has the keys and values of all tokens, so there are none to "
@@ -162,7 +165,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
 def unmask_empty_rows(mask_BT: Tensor | None) -> Tensor | None:
     """Mark rows of padding alone as tokens, in the mask of a pass that keeps no cache; a cache refuses rows without a token.
 
-    `_check_batch` calls it. Returns a new mask. Nobody reads such rows' outputs, which the unpatched model computes, too.
+    `_check_batch` calls it. Returns a new mask. The unpatched model computes such rows too, and nobody reads their outputs.
     """
     return None if mask_BT is None else mask_BT.masked_fill(~mask_BT.bool().any(-1, keepdim=True), 1)
 
@@ -217,9 +220,10 @@ def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
 
 
 def refuse_packed_rows(call: dict[str, Any]) -> None:
-    """Raise KVPatchError before a pass with several texts in a row, which transformers tells by position_ids that begin anew.
+    """Raise KVPatchError before a pass with several texts in a row: its position_ids begin anew, or fall, within the row.
 
-    `check_positions` calls it. transformers packs only in passes without cache and mask. cu_seq_lens_q: borders of the texts.
+    `check_positions` calls it. transformers takes texts for packed only in passes without cache and mask. cu_seq_lens_q, if
+    given, has the borders of the texts: more than two numbers are more than one text.
     """
     given, lengths = call.get("position_ids"), call.get("cu_seq_lens_q")
     if cache_of(call) is not None or call.get("attention_mask") is not None:

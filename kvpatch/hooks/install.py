@@ -31,13 +31,13 @@ METHODS = ("generate", PREPARE_CACHE, CANDIDATES, START_BATCHING)
 
 @dataclass
 class Attribute:
-    """The undo of a changed attribute: the module's own value, or MISSING."""
+    """The undo of a changed attribute. value: the module's own before the change, or MISSING if it had none."""
 
     name: str
     value: object
 
     def __call__(self, module: nn.Module) -> None:
-        """Put the module's own value back."""
+        """Set the attribute to the module's value from before the patch, for `unmark_module`; MISSING removes it."""
         put_attribute(module, self.name, self.value)
 
 
@@ -127,6 +127,7 @@ class Installation:
             self._set_attribute(generator, mark, name, value)
 
     def _set_attribute(self, module: nn.Module, mark: Mark, name: str, value: object) -> None:
+        """Set an instance attribute of a module (MISSING removes it), after its undo was added to the module's `mark`."""
         mark.undo.append(Attribute(name, vars(module).get(name, MISSING)))
         put_attribute(module, name, value)
 
@@ -140,7 +141,7 @@ class Installation:
                 return mark
         mark = Mark(self.state.settings.policy.name)
         self.marked.append((module, mark))
-        if vars(module).setdefault("_kvpatch", mark) is not mark:  # atomic, of two threads
+        if vars(module).setdefault("_kvpatch", mark) is not mark:  # atomic: one of two threads finds the other's mark
             raise already_patched(module)
         return mark
 
@@ -167,7 +168,7 @@ class Installation:
             if raised is not None:
                 raise raised
         finally:
-            raised = None  # else a cycle through its traceback
+            raised = None  # else this frame and the error's traceback would keep each other alive
 
 
 def _skip_undo(marked: list[tuple[nn.Module, Mark]]) -> None:

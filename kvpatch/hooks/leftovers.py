@@ -15,6 +15,7 @@ from .state import Changed, PatchState
 OF_HOOKS = ("adapter_names", "alora_offsets")  # arguments of a call that PEFT hands to its layers by hooks
 
 Begin = Callable[[nn.Module, dict[str, Any], PatchState], Changed]
+"""Begins a pass of a decoder, as `_enter_decoder` does."""
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def clean_up(begin: Begin) -> Begin:
 
     @functools.wraps(begin)
     def begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> Changed:
-        """Begin a pass as `begin` does."""
+        """Begin a pass by `begin`; if that raises KVPatchError, remove PEFT's hooks of the pass first, and raise it again."""
         try:
             return begin(decoder, call, state)
         except KVPatchError:

@@ -46,7 +46,7 @@ HOPELESS = (
 
 
 def new_cache(state: PatchState) -> LosslessCache:
-    """Make an empty cache."""
+    """Make an empty LosslessCache of a patch: a budgeted cache that drafts, and one of all tokens, in `folder` or in memory."""
     return LosslessCache(state.new_cache(), len(state.shapes), state.options.folder)
 
 
@@ -162,9 +162,9 @@ def _check_processors(processors: Iterable[Any]) -> None:
 
 
 class Drafter(CandidateGenerator):
-    """Candidates of assisted decoding, drafted from the budgeted cache: at most `length`, which follows how many were accepted.
+    """Drafter of assisted decoding, by the budgeted cache: at most `length` tokens, which follows how many were accepted.
 
-    No draft holds a token that ends the text: the pass over all entries writes it, and criteria look at the last token alone.
+    No draft holds a token that ends the text: the verifying pass writes that one, and criteria look at the last token alone.
     """
 
     def __init__(self, model: Any, cache: LosslessCache, processors: Any, config: GenerationConfig, state: PatchState) -> None:
@@ -212,7 +212,7 @@ class Drafter(CandidateGenerator):
 
 
 def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
-    """Wrap generate()'s method that makes what drafts tokens: here from the budget, for all entries to verify."""
+    """Wrap the method in which generate() makes the object that drafts tokens, for `Installation._install_generate`."""
 
     def _get_candidate_generator(self: Any, generation_config: GenerationConfig, **kwargs: Any) -> Any:
         """Return, for generate(), what drafts in assisted decoding: a Drafter for a lossless cache, else the model's object."""
@@ -227,7 +227,7 @@ def wrap_candidates(own: OwnMethod, state: PatchState) -> Callable[..., Any]:
 
 
 class CriteriaAfterPrompt(StoppingCriteriaList):
-    """Stopping criteria that never stop at the prompt, of which older transformers ask them where nothing is drafted."""
+    """Stopping criteria that never stop at the prompt itself; older transformers apply them to it if nothing was drafted."""
 
     def __init__(self, criteria: StoppingCriteriaList, prompt: int) -> None:
         super().__init__(criteria)

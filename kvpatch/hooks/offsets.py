@@ -1,6 +1,7 @@
 """Offsets of positions after images: Qwen's models that read images keep one for each row of a batch, as `rope_deltas`.
 
-It is of the text that the model has read last. A cache notes its own, and the model gets it back where the cache goes on.
+An offset is of the text that the model has read last. A cache keeps the offsets of its own texts, and sets them on the model
+before it goes on with these texts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ NAME = "rope_deltas"
 
 
 def has_offsets(model: nn.Module | None) -> bool:
-    """Tell if a model keeps offsets."""
+    """Tell if a model keeps offsets of positions after images (`rope_deltas`); model: the one around the decoder, or None."""
     return model is not None and NAME in vars(model)
 
 
@@ -36,13 +37,16 @@ def note_offsets(model: nn.Module, cache: EvictingCache, B: int, device: torch.d
 
 
 def clear_offsets(model: nn.Module | None, cache: EvictingCache) -> None:
-    """Set a cache's offsets to 0: the decoder has read text without the outer model, which computes them for images."""
+    """Set a cache's offsets of positions to 0: its text was read without `model`, which computes them, so it has no images.
+
+    `load_cache` and `_read_prefix` call it. model: the one around the decoder, or None.
+    """
     if has_offsets(model):
         cache.ids.offsets_B1 = torch.zeros(len(cache.lengths_B), 1, dtype=torch.long, device=cache.lengths_B.device)
 
 
 def forget_offsets(model: Any) -> None:
-    """Clear the model's offsets before a new text: a text without images would get those of the text before."""
+    """Clear the model's offsets of positions, for `before_outer`: a new text without images would get those of the last one."""
     if has_offsets(model):
         model.rope_deltas = None
 

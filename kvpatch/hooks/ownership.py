@@ -78,7 +78,7 @@ def note_reader(cache: EvictingCache, decoder: nn.Module, state: PatchState) -> 
         )
     if cache.model_stamp is None or not cache.get_seq_length():  # a new text
         cache.model_stamp = now
-    elif not cache.settings.transparent or cache.plans.copy_per_row:  # under policy "full" only caches that begin by a Prefix
+    elif not cache.settings.transparent or cache.plans.copy_per_row:  # "full" checks only caches that start from a Prefix
         refuse_changed(cache, now)
 
 
@@ -96,9 +96,9 @@ def _refuse_mixed(decoder: nn.Module, state: PatchState) -> None:
 
 
 def refuse_changed(cache: EvictingCache, now: ModelStamp) -> None:
-    """Raise KVPatchError, for `note_reader` and `save_cache`, if another model has read a cache than this one.
+    """Raise KVPatchError, for `note_reader` and `save_cache`, if another model has read a cache, or this one before a change.
 
-    now: the stamp (fingerprint) of this model.
+    now: the stamp (fingerprint) of this model as it is now.
     """
     changed = None if cache.model_stamp is None else cache.model_stamp.differs(now)
     if changed is None:

@@ -44,9 +44,11 @@ class Timing:
 class TextRecord:
     """Record of the passes over one cache.
 
-    log: the RunLog that is told when the cache goes. cache: weak. made_here: made for a call that brought no cache. acted: the
-    budget acted in some pass. prompt_evicted: some prompt's end has. steps_to_eviction: after the last prompt, whose last
-    column is `base`. columns: read up to the last pass. number: of the last pass. timing: of the last generate().
+    log: the RunLog that is told when the cache is freed. cache: a weak reference. made_here: the cache was made for a call that
+    brought none. acted: the budget acted in some pass. prompt_evicted: tokens were evicted at the end of a prompt, or later.
+    columns: how many the cache had read after the last pass. base: how many up to the end of the last prompt.
+    steps_to_eviction: decode steps after `base` until the first eviction. number: of the cache's last use, as the log counts
+    them. timing: of the last generate().
     """
 
     def __init__(self, log: Any, cache: EvictingCache, made_here: bool) -> None:
@@ -96,7 +98,7 @@ class TextRecord:
         return {} if self.timing is None else self.timing.seconds()
 
     def release(self, cache: EvictingCache) -> None:
-        """Note that the cache is about to be freed."""
+        """Tell the log that `cache` is about to be freed; the cache calls it."""
         self.log.release(cache, self)
 
 
@@ -113,5 +115,5 @@ def _count_kept(settings: CacheSettings, now: Forward) -> list[int]:
 
 
 def evicting(settings: CacheSettings) -> list[int]:
-    """Return the layers from which the policy may evict."""
+    """Return the indices of the layers, of those in the cache, from which the policy may evict."""
     return [layer for layer in settings.budgeted if settings.evicts[layer]]

@@ -66,7 +66,10 @@ def give_zeros(call: dict[str, Any], tokens: Tensor) -> None:
 def _refuse_other_positions(
     cache: EvictingCache, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None, state: PatchState
 ) -> None:
-    """Raise KVPatchError, for `check_positions`, if a prompt's tokens are placed otherwise than the cache counts them."""
+    """Raise KVPatchError, for `check_positions`, if a prompt's tokens have other positions than the cache counts for them.
+
+    Only for policies whose scores need the cache's own: 0, 1, ... for the tokens of a row, without padding.
+    """
     if "position_ids" not in state.decoder_parameters:
         return
     (B, Q), columns, device = tokens.shape[:2], cache.get_seq_length(), tokens.device

@@ -28,11 +28,12 @@ class CudaRecorder(Recorder):
         self.device, self.graph = device, torch.cuda.CUDAGraph()
 
     def capture(self, run: Callable[[], None]) -> None:
-        # other threads may go on: what they ask of the device is not in the graph
+        """Record what `run` asks of the device; what other threads ask meanwhile is carried out, and is not in the graph."""
         with torch.cuda.device(self.device), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             run()
 
     def replay(self) -> None:
+        """Run the recorded step again, on the same memory."""
         self.graph.replay()
 
 

@@ -72,8 +72,8 @@ class RunLog:
 
         `_enter_decoder` calls this for each pass, `_begin_packed` for each cache of a packed one. The budget acts if tokens of
         the pass attend after an eviction; until then the pass is as without a patch. Also changes the cache's record, and warns
-        once if a pass whose cache ends with it exceeds the budget in vain. training: of the decoder. made_here: the caller gave
-        no cache.
+        once if a pass whose cache is dropped at its end is over the budget, but has no such token. training: the decoder's
+        mode. made_here: the caller gave no cache.
         """
         record, now = self.record(cache, made_here), cache.current_pass  # now: facts about the pass
         # steps that ran inside a graph of torch.compile since the last pass, where no hook counted them
@@ -95,7 +95,7 @@ class RunLog:
             self._warn_once(kind, max(now.n_B))
 
     def record(self, cache: EvictingCache, made_here: bool = False) -> TextRecord:
-        """Return the TextRecord that counts a cache's passes; if it is another log's or none, set `cache.pass_record` to a new.
+        """Return the TextRecord that counts a cache's passes; if it has none of this log, set `cache.pass_record` to one.
 
         `begin` calls it at each pass, `start`, `time_step` and `finish` for each generate().
         """
@@ -107,7 +107,7 @@ class RunLog:
         return record
 
     def start(self, cache: EvictingCache, made_here: bool) -> None:
-        """Start the time of a generate()."""
+        """Note when a generate() over `cache` begins, for the times in the report. made_here: the caller gave no cache."""
         self.record(cache, made_here).timing = Timing(time.perf_counter())
 
     def time_step(self, cache: EvictingCache) -> None:
@@ -272,5 +272,5 @@ _TEXTS = {
 
 
 def _would_evict(settings: CacheSettings, n: int) -> bool:
-    """Tell if the policy would evict some of n tokens."""
+    """Tell if the policy would evict some of a row's n tokens, in some layer: `begin` and `count_own_code` warn only then."""
     return any(settings.rules[layer].least(n) < n for layer in evicting(settings))

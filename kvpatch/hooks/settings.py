@@ -114,7 +114,8 @@ def settings_of(  # noqa: PLR0913 - those of patched()
 ) -> CacheSettings:
     """Check the arguments of `patched` against the model and each other, and return the settings of the patch.
 
-    `patched` calls it before it changes the model. target: the model's parts that are patched.
+    `patched` calls it before it changes the model. target: the model's parts that are patched. The others are `patched`'s
+    arguments of the same names, each of which was checked by itself.
 
     Raises:
         KVPatchError: the model cannot work with this policy, budget, positions or backend, or two of these exclude each other.
@@ -146,7 +147,7 @@ def settings_of(  # noqa: PLR0913 - those of patched()
         layer_numbers=target.layer_numbers,
         budgets=budgets,
     )
-    # features that exclude each other, budgets that do not fit the policy or the heads, and what the backend lacks
+    # raise if two features exclude each other, a budget does not fit the policy or the heads, or the backend lacks something
     refuse_pairs(settings.list_features(listed=listed, least=_find_least(budget), alibi=target.find_alibi()))
     for rule, shape in zip(budget.rules, shapes, strict=True):
         rule.check(policy, shape.heads)
@@ -195,6 +196,6 @@ def _resolve_protected(policy: Policy, target: Target) -> Policy:
 
 
 def _find_least(budget: Budget) -> int | None:
-    """Return the smallest budget that is given in tokens, over layers and heads; None if none is."""
+    """Return the smallest budget of a layer or head in tokens, for `settings_of`; None if none is in tokens (shares, rules)."""
     sizes = (size for k in budget.per_layer for size in (k if isinstance(k, tuple) else (k,)))
     return min((size for size in sizes if isinstance(size, int)), default=None)

@@ -102,9 +102,10 @@ def _before_inner(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _refuse_open_masks(shell: nn.Module, call: dict[str, Any]) -> None:
-    """Raise KVPatchError, for `_before_shell`, if token types ask for masks that show later tokens, as among those of an image.
+    """Raise KVPatchError, for `_before_shell`, if token types mark blocks (images) whose tokens attend to each other both ways.
 
-    shell: the model around the decoder that makes its masks.
+    shell: the model around the decoder that makes its masks. If its code has no function that finds such blocks, any token
+    types are refused.
     """
     name, types = next(((n, v) for n, v in call.items() if n.endswith("token_type_ids") and v is not None), ("", None))
     if types is None:

@@ -154,7 +154,7 @@ class PatchState:
 
     @property
     def lossless(self) -> bool:
-        """True if generate() drafts and verifies."""
+        """True if generate() drafts by the budgeted cache and verifies with all tokens: patched() got lossless=True."""
         return self.options.lossless
 
     def list_features(self, **facts: Any) -> FeatureSet:
@@ -162,7 +162,7 @@ class PatchState:
         return self.settings.list_features(lossless=self.lossless, positions_fixed=self.why_positions_fixed, **facts)
 
     def new_cache(self, layers: int | None = None) -> EvictingCache:
-        """Make an empty cache. layers: number of first layers, for a model that exits early."""
+        """Make an empty EvictingCache of this patch. layers: its first ones alone, for drafts by early exit; None: all."""
         return EvictingCache(self.settings.first_layers(layers))
 
 

@@ -14,12 +14,13 @@ from ..attention.attend import is_autocasting
 
 
 class Stop(StoppingCriteria):
-    """Ends generate() when nobody listens."""
+    """Ends generate() when nobody listens. asked: set by `Chat.stream` once its caller has stopped iterating."""
 
     def __init__(self) -> None:
         self.asked = Event()
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        """Return for each row whether it ends: all do once `asked` is set. generate() calls it after each token."""
         return torch.full((len(input_ids),), self.asked.is_set(), dtype=torch.bool, device=input_ids.device)
 
 

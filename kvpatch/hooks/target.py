@@ -70,9 +70,9 @@ class Target:
         stack: Stack | None,
         given: nn.Module,
     ) -> None:
-        """Hold the modules of a model that `find` has found; the arguments are the class's attributes.
+        """Hold the parts of a model that `find` has found; the class's docstring explains those that are its attributes.
 
-        readers use another layer's keys; shell makes the decoder's masks; outer may merge images; stack is of a hybrid.
+        parallel: how processes share the heads. stack: numbers of a hybrid's layers, by what they keep, or None.
         """
         self.attentions, self.readers = attentions, readers
         self.decoder, self.generators, self.parallel = decoder, generators, parallel
@@ -105,22 +105,22 @@ class Target:
         return cls(with_keys, readers, decoder, generators, parallel_of(model, found), shell, outer, stack, model)
 
     def modules(self) -> Iterator[tuple[int, bool, Attention]]:
-        """Yield for each attention module: index of the layer whose keys it uses; if it only reads them; (module, adapter)."""
+        """Yield for each attention module: index of the layer whose keys it uses; True if it has none; (module, adapter)."""
         yield from ((layer, False, pair) for layer, pair in enumerate(self.attentions))
         yield from ((layer, True, pair) for layer, pair in self.readers)
 
     def find_caller(self) -> Any:
-        """Return the model whose generate() is called: PEFT's wrapper tells its adapters of the text; None if there is none."""
+        """Return the model whose generate() a chat calls, or None; PEFT's wrapper, if any, since adapters are told the text."""
         wrapped = self.generators and hasattr(self.given, "peft_config")
         return self.given if wrapped else next(iter(self.generators), None)
 
     def bounds(self) -> tuple[int | None, ...]:
-        """Return the window of each layer that has one; None for others, and for all if every layer has one."""
+        """Return each layer's window, held in place of a budget; None for others, and for all if every layer has a window."""
         windows = tuple(adapter.sliding(module) for module, adapter in self.attentions)
         return windows if None in windows else (None,) * len(windows)
 
     def image_tokens(self) -> tuple[int, ...]:
-        """Return the ids that stand for an image or a video in a prompt; none for a model that reads text alone."""
+        """Return the token ids that stand for an image or a video in a prompt; () for a model that reads text alone."""
         return () if self.outer is None else _read_token_ids(self.outer, IMAGE_TOKENS)
 
     def list_placeholders(self) -> dict[int, str]:
@@ -150,14 +150,14 @@ class Target:
             refuse("renumbered" if renumbered else "rotations undone", asked)
 
     def find_alibi(self) -> str:
-        """Return the name of an adapter with ALiBi's slopes, or an empty string."""
+        """Return the name of an adapter that finds ALiBi in its module, "" if none does; for the errors of `settings_of`."""
         return next((adapter.name for module, adapter in self.attentions if adapter.slopes(module) is not None), "")
 
     def check_calibration(self, policy: Policy) -> None:
         """Raise KVPatchError unless the calibration that a policy needs is there, is of this model and has all layers.
 
         `settings_of` calls it as a model is patched. A calibration is a file of numbers measured or learned on the model
-        (kvpatch calibrate). F: numbers of a value, and MORE of them.
+        (kvpatch calibrate). F: the numbers of a value, and MORE features of its token.
         """
         calibrated = policy.needs.find(Calibrated)
         if calibrated is None:
@@ -201,7 +201,7 @@ class Target:
                     )
 
     def identity(self) -> dict[str, Any]:
-        """Describe what a file must agree with: shapes, dtype, weights, and the adapters that act."""
+        """Describe the model for files of caches and calibrations, which must agree: shapes, dtype, weights, adapters."""
         return {**self.describe_class(), "dtype": str(dtype_of(self.decoder)), **describe_weights(self.decoder)}
 
     def describe_class(self) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Target:
         return tuple(names[module] for module, _ in self.attentions)
 
     def devices(self) -> list[torch.device]:
-        """Return the device of each layer's cache."""
+        """Return the device of each layer's cache: that on which the layer's attention module computes."""
         return [device_of(module, self.decoder) for module, _ in self.attentions]
 
     def state_devices(self) -> dict[int, torch.device]:

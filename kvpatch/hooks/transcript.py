@@ -11,7 +11,7 @@ from ..serving.edits import count_common
 
 Message = dict[str, Any]
 TRIED = 8
-"""Tokens before the first different character at which a span may begin."""
+"""Number of tokens before the first different character that `find_dropped` tries as the beginning of what was left out."""
 
 
 @dataclass

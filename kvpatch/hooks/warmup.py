@@ -13,7 +13,7 @@ from .state import PatchState
 from .target import Target
 
 TOKENS = 512  # of a prompt, if the budget is not larger
-STEPS = 2
+STEPS = 2  # tokens decoded after it
 
 
 def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: int) -> None:
@@ -22,7 +22,7 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
     `Patch.warmup` calls it. Caches are dropped afterwards, and the patch's log of passes stays as it is.
 
     Raises:
-        KVPatchError: the budget would keep the whole prompt, so that nothing is scored or evicted, or these are no numbers.
+        KVPatchError: the budget would keep the whole prompt, so that nothing is scored or evicted, or an argument is no count.
     """
     check_count("batch_size", batch_size, "rows")
     if tokens is not None:

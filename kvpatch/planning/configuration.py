@@ -20,8 +20,9 @@ SPARSE: dict[str, dict[str, Any]] = {
 }
 """Defaults of configurations whose files leave out what the cache's size depends on."""
 
-_STATES = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))
+_STATES = frozenset(("linear_attention", "conv", "mamba", "mamba2", "recurrent"))  # layers that keep a state of fixed size
 _WITHOUT = frozenset(("mlp", "moe"))  # layers that keep nothing
+# families of which every layer slides, if the file has a sliding_window; and those whose full attention has wider heads
 _ALL_SLIDE = frozenset(("ministral", "mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe"))
 _WIDER_FULL = frozenset(("gemma4_text", "gemma4_unified_text"))
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma4_text": 6, "cohere2": 4}  # the last of so many layers does not slide
@@ -47,14 +48,14 @@ class Layer:
     latent: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a size that is no count, as of a wrong config.json; `refusing_values` adds the model's name."""
+        """Raise ValueError for a size that is no int above 0, as of a wrong config.json; `refusing_values` names the model."""
         for size in (self.heads, self.key, self.value, 1 if self.window is None else self.window):
             if type(size) is not int or size < 1:
                 raise ValueError(f"{size!r} is no number of heads or tokens, nor a head's size")
 
 
 def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
-    """Decorate `read_shape`: errors by bad values in config.json become a KVPatchError that names the model."""
+    """Decorate `read_shape`: an error that a bad value in config.json causes becomes a KVPatchError that names the model."""
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
@@ -93,7 +94,7 @@ class Shape:
 
     @property
     def bounds(self) -> tuple[int | None, ...]:
-        """The window of each layer that holds it under any policy."""
+        """Each layer's window, which it holds under any policy; None for layers on the budget: all, if every layer slides."""
         return tuple(None if self.slides_everywhere else layer.window for layer in self.layers)
 
 
@@ -120,7 +121,7 @@ class Configuration:
 
     @classmethod
     def read(cls, path: Path, name: str) -> Configuration:
-        """For `find_configuration`: make a Configuration of a config.json. Raises KVPatchError if it is not one."""
+        """Make a Configuration of the config.json at `path`, for `find_configuration`; raise KVPatchError if it is not one."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -136,7 +137,7 @@ class Configuration:
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def require_count(self, *names: str) -> int:
-        """Return the value of the first of these names, for `heads` and others. KVPatchError if it is no int above 0."""
+        """Return the value of the first of these names that config.json has; raise KVPatchError if it is no int above 0."""
         value = self.get(*names)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise KVPatchError(
@@ -164,7 +165,7 @@ class Configuration:
 
     @property
     def head_size(self) -> int:
-        """Numbers of a query."""
+        """Numbers of a query, and of a key unless attention is latent: the file's own, or the width by the number of heads."""
         return self.get("head_dim", "attention_head_dim", "kv_channels") or self.width // self.heads
 
     @property
@@ -213,9 +214,10 @@ class Configuration:
         return self.kind in ("bloom", "mpt") or bool(self.get("alibi"))
 
     def _read_layer(self, index: int, window: int | None) -> Configuration:
-        """For `read_shape`: return a copy with the values of one layer, by "per_layer_config", or by a rule of two families.
+        """Return a copy with the values of one layer, for `read_shape`: by "per_layer_config", or by a rule of two families.
 
-        These are Gemma 4, where full attention has wider heads and the file is older than that entry, and MiMo.
+        These are Gemma 4, of which older files lack that entry (layers of full attention have wider heads), and MiMo, whose
+        layers with a window have twice the KV heads. window: of the layer, or None.
         """
         by_layer = {int(number): values for number, values in (self.get("per_layer_config") or {}).items()}  # "05", beside "11"
         values = by_layer.get(index, {})
@@ -229,14 +231,14 @@ class Configuration:
         return layer
 
     def _make_layer(self, window: int | None) -> Layer:
-        """For `read_shape`: return the sizes of a layer's cache: of one latent vector a token, or of keys and values."""
+        """Return the sizes of a layer's cache, for `read_shape`: of one latent vector a token, or of keys and values."""
         rank, rotary = self.get("kv_lora_rank"), self.get("qk_rope_head_dim")
         if rank and rotary:
             return Layer(1, rank + rotary, rank, window, latent=True)
         return Layer(self.kv_heads, self.head_size, self.get("v_head_dim") or self.head_size, window)
 
     def _list_kinds(self) -> list[str]:
-        """For `read_shape`: list each layer's kind, such as "full_attention", as given, or by keys of older families."""
+        """List each layer's kind, such as "full_attention", for `read_shape`: as given, or by the keys of older families."""
         n, types = self.n_layers, self.get("layer_types", "layers_block_type")
         if types:
             return list(types)
@@ -260,7 +262,7 @@ class Configuration:
         return ["full_attention"] * n
 
     def _list_windows(self) -> Sequence[int | None]:
-        """For `read_shape`: list layers' windows in tokens (Llama 4: chunks), None for full attention, by families' keys."""
+        """List layers' windows in tokens (Llama 4: chunks) or None, for `read_shape`; families have keys of their own."""
         n, types, window = self.n_layers, self.get("layer_types"), self.get("sliding_window")
         if self.kind == "gpt_neo":
             gpt_neo_kinds = [

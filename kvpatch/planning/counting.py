@@ -27,7 +27,7 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Counter:
-    """Counts a cache's bytes on the terms of each layer.
+    """Counter of a cache's bytes, by each layer's Terms: its budget, and when tokens are evicted.
 
     bits, itemsize: of the numbers held, and bytes of one in the model's dtype. shares_budget: whether the layers share one
     budget, which is divided once the last layer has read the prompt.
@@ -45,9 +45,9 @@ class Counter:
         return [count_by_terms(terms, prompt, new, heads=layer.heads) for layer, terms in pairs]
 
     def count(self, prompt: int, new: int) -> Bytes:
-        """For `plan`: count the bytes of one text's cache, after a prompt of `prompt` tokens and `new` generated tokens.
+        """Count the bytes of one text's cache, for `plan`, after a prompt of `prompt` tokens and `new` generated tokens.
 
-        Bytes has those of the tokens held, those allocated for slots, and the most while the prompt is read.
+        The result has the bytes of the tokens held, those allocated for slots, and the most while the prompt is read.
         """
         held = allocated = largest = 0  # largest: of the layers' buffers
         for layer, holding in zip(self.layers, self.hold(prompt, new), strict=True):
@@ -67,7 +67,7 @@ class Counter:
 
 
 def count_full(shape: Shape, itemsize: int, tokens: int) -> int:
-    """Count the bytes of a text's cache without a policy: every token, of a sliding layer those in its window."""
+    """Count the bytes of a text's cache without a policy: of every token, in a sliding layer of those in its window."""
     sizes = ((layer, min(tokens, layer.window or tokens)) for layer in shape.layers)
     return sum(layer.heads * n * count_entry_bytes(FULL, layer.key, layer.value, itemsize, layer.latent) for layer, n in sizes)
 
@@ -96,7 +96,7 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
 
 
 def find_most(fits: Callable[[int], bool], limit: int) -> int:
-    """For `_find_fits`, `find_longest`: find, by bisection, the most tokens up to `limit` for which `fits`; 0: none."""
+    """Find by bisection the most tokens, up to `limit`, for which fits(tokens) is True; 0 if it is for none."""
     low, high = 0, min(limit, MAX_POSITION)
     while low < high:
         middle = (low + high + 1) // 2

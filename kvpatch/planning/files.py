@@ -39,7 +39,7 @@ def find_weights(name: str, revision: str | None = None) -> Weights | None:
 
 
 def _ask_hub(name: str, revision: str | None) -> Weights | None:
-    """For `find_weights`: read the weights' bytes from headers on the hub, if it has no index; None if that fails."""
+    """Read the weights' bytes from the headers of files on the hub, for `find_weights` without an index; None if that fails."""
     try:
         from huggingface_hub import get_safetensors_metadata
 
@@ -51,7 +51,7 @@ def _ask_hub(name: str, revision: str | None) -> Weights | None:
 
 
 def _download_file(name: str, file: str, revision: str | None) -> Path:
-    """For `find_weights` and others: return the path of a model's small file, downloaded or in huggingface_hub's cache."""
+    """Return the path of a model's small file, downloaded or in huggingface_hub's cache; raise KVPatchError without one."""
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:

@@ -95,9 +95,9 @@ def plan(  # noqa: PLR0913 - the options of one command
 def _check_arguments(
     policy: object, schedule: str | None, options: dict[str, Any], counts: dict[str, int], new: int, bits: int
 ) -> Division:
-    """Check the arguments of `plan`, and return when the policy evicts and how layers and heads share its budget.
+    """Check the arguments of `plan`, and return a Division: when the policy evicts, and how layers and heads share its budget.
 
-    counts: `tokens` and `batch`, by name.
+    counts: `plan`'s arguments `tokens` and `batch`, by name; the others are `plan`'s arguments of the same names.
     """
     for name, value in counts.items():
         check_count(name, value, "tokens" if name == "tokens" else "requests")
@@ -122,7 +122,7 @@ def _check_arguments(
 
 
 def _parse_memory(memory: object) -> int | None:
-    """Convert the argument `memory=` of `plan` to bytes; None stays None. Raises KVPatchError for what is no size."""
+    """Convert the argument `memory` of `plan` to bytes; None stays None. KVPatchError if it is no size, such as "24GiB"."""
     nbytes = parse_bytes(memory) if isinstance(memory, str) else memory
     if memory is None or (isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes > 0):
         return None if memory is None else nbytes  # type: ignore[return-value]
@@ -197,7 +197,8 @@ def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int,
     (tokens, new, batch), size = asked, counter.itemsize
 
     def find(count: Any, positions: int | None) -> Fit:
-        # requests of the planned length, and the longest prompt of which `batch` fit
+        # requests of the planned length, and the longest prompt of which `batch` fit. count: bytes of a prompt of n tokens;
+        # positions: the longest prompt that the model's positions allow, None for no limit
         limit = MAX_POSITION - new if positions is None else positions
         longest_prompt = find_most(lambda n: batch * count(n) <= room, limit)
         return Fit(room // max(count(tokens), 1), None if longest_prompt >= MAX_POSITION - new else longest_prompt)

@@ -33,7 +33,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 
 def refuse_kind(config: Configuration) -> None:
-    """Raise KVPatchError for a model type that `patched` would refuse, before `plan` counts bytes."""
+    """Raise KVPatchError, for `plan`, for a type of model that `patched` refuses: one in REFUSED, or an encoder-decoder."""
     for reason, kinds in REFUSED.items():
         for kind in (config.outer, config.kind):
             if kind in kinds:

@@ -15,7 +15,7 @@ from .repetition import Repetition
 def list_remarks(
     shape: Shape, division: Division, counter: Counter, values: Mapping[str, Any], repetition: Repetition | None
 ) -> Iterator[str]:
-    """For `plan`: yield its remarks, each a sentence: what the budget does not change in this model, and what is not counted.
+    """Yield the remarks of a `plan`, each a sentence: what the budget does not change in this model, and what is not counted.
 
     division: when the policy evicts. values: of config.json. repetition: the policy's second reading of a prompt, or None.
     """
@@ -41,7 +41,7 @@ def list_remarks(
 
 
 def _list_layers(shape: Shape) -> Iterator[str]:
-    """For `list_remarks`: yield remarks on layers that slide, keep a fixed state or one latent a token, or borrow keys."""
+    """Yield remarks, for `list_remarks`, on layers that slide, keep a fixed state or one latent a token, or borrow keys."""
     n, windows = len(shape.layers), sorted({one.window for one in shape.layers if one.window is not None})
     named = " or ".join(f"{one:,}" for one in windows)
     if shape.slides_everywhere:

@@ -18,7 +18,7 @@ def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | Non
     """Return how a policy or combination reads a prompt a second time, for `plan`; None if it has no `instruction=` to do so.
 
     Raises:
-        KVPatchError: chunk is no count, or instruction no token ids.
+        KVPatchError: the option chunk is no number of tokens, or instruction is no list of token ids.
     """
     outer, base = split_combination(policy)
     merged = list_defaults(outer, match_name(base, FACTS) or base)

@@ -108,7 +108,7 @@ def list_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def write_title(plan: Plan) -> str:
-    """For `kvpatch plan`: return the first line of its table: the model, the policy, and the requests."""
+    """Write the first line of the table of `kvpatch plan`: the model, the policy, and the requests."""
     new = f" and {plan.new:,} new ones" if plan.new else ""
     requests = "one request" if plan.batch == 1 else f"{plan.batch:,} requests"
     return (
@@ -118,15 +118,15 @@ def write_title(plan: Plan) -> str:
 
 
 def write_remarks(plan: Plan) -> list[str]:
-    """Write where the weights' bytes come from, and the remarks, a line each."""
+    """Write the lines below the table of `kvpatch plan`: where the weights' bytes come from, and a line for each remark."""
     source = "unknown, and so is what fits: " if plan.weights is None else "from "
     return [f"- Bytes of the weights: {source}{plan.weights_from}.", *(f"- {one}" for one in plan.remarks)]
 
 
 def _write_tokens(fit: Fit, plan: Plan) -> str:
-    """For `list_rows`: return how many tokens of a prompt fit, and whether the model's positions limit them, not memory.
+    """Write how many tokens of a prompt fit, for `list_rows`, and say if the model's positions limit them, not its memory.
 
-    A policy that reads a prompt twice needs positions for both readings.
+    A policy that reads a prompt twice needs positions for both readings, so that fewer tokens fit than there are positions.
     """
     if fit.tokens is None or plan.positions is None:
         return "any number" if fit.tokens is None else f"{fit.tokens:,}"

@@ -19,7 +19,7 @@ class Weights(NamedTuple):
 
 
 def read_weights(folder: Path) -> Weights | None:
-    """For `find_weights`: read the weights' bytes from the index or header of a folder's safetensors; None without."""
+    """Read the weights' bytes from the index or header of a folder's safetensors, for `find_weights`; None without."""
     try:
         if (folder / INDEX).is_file():
             return Weights(int(json.loads((folder / INDEX).read_text())["metadata"]["total_size"]), f"the index {INDEX}")
@@ -31,14 +31,14 @@ def read_weights(folder: Path) -> Weights | None:
 
 
 def _read_header(path: Path) -> int:
-    """For `read_weights`: add up the bytes of the tensors that a safetensors file's header lists."""
+    """Add up the bytes of the tensors that a safetensors file's header lists, for `read_weights`."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return sum(one["data_offsets"][1] - one["data_offsets"][0] for name, one in header.items() if name != "__metadata__")
 
 
 def count_weights(config: Configuration, dtype: str) -> Weights:
-    """For `plan`, if no file tells it: count the bytes of weights in `dtype`; transformers builds the model on "meta"."""
+    """Count the bytes of weights in `dtype`, for `plan`, if no file tells them: transformers builds the model on "meta"."""
     import torch
     import transformers as hf
 
