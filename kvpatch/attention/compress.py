@@ -453,7 +453,7 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
 
     `_compress_layer` calls it once a layer; it does nothing if the policy keeps no such sums. index: slots of the kept tokens
     [B,H,K]; kept: False where a head has fewer, None: nowhere. The state "sum" is the attention that each token received from
-    all queries; "observed", from an observation window.
+    all queries (`n_B` in each row); "observed", from an observation window.
     """
     slots = call.slots
     name = "sum" if "sum" in slots.state else "observed"
@@ -462,7 +462,7 @@ def _note_mass(call: Call, index: Tensor, kept: Tensor | None) -> None:
     received = slots.state[name][:, :, : slots.columns_used]
     mass = received.gather(-1, index)
     mass = (mass if kept is None else mass.masked_fill(~kept, 0.0)).sum(-1)
-    if name == "sum":  # each query's probabilities add up to one; tokens that earlier blocks evicted are missing in the sum
+    if name == "sum":  # each query gave one in all: the state lacks what evicted tokens got
         slots.mass_BH = mass / call.now.copy([n * call.group for n in call.now.n_B], mass.device)[:, None]
     else:
         if slots.may_have_empty:

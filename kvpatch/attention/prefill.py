@@ -95,7 +95,7 @@ def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Ten
 
 
 def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
-    """Give the new entries to the store of all tokens (lossless=True), and append all earlier tokens' entries to the layer.
+    """Give the new entries to the lender, the store of all tokens (lossless=True), and append those of earlier tokens from there.
 
     `read_prompt` calls it before a prompt's columns are written; `end_prompt` evicts earlier tokens again, down to the budget.
     """
@@ -104,7 +104,7 @@ def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
     if earlier is not None:
         with torch.no_grad():
             call.slots.append(*earlier, call.entry(*earlier))
-        if call.slots.columns_used < call.slots.columns_read:  # some were forgotten
+        if call.slots.columns_used < call.slots.columns_read:  # the store lacks tokens that forget() removed
             call.slots.in_text_order, call.slots.first_croppable = False, call.slots.columns_used
 
 

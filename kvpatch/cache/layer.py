@@ -539,7 +539,7 @@ class SlotLayer(Unpicklable, CacheLayerMixin):
 
         `measure_room` calls it after slots were moved, and `contents.check_cache` as a saved cache is loaded. Sets the mode's
         `has_short_heads`, and in mode Evicting `all_heads_short`. goals: slots that each head needs at its budget, in the order
-        b * H + h; asked of `list_slot_goals` if not given. If nothing is evicted there are no goals, and all heads are short.
+        b * H + h; asked of `list_slot_goals` if not given. It has none where nothing is evicted: all heads count as short.
         """
         capacities, goals = self.kv.capacities(), goals or self.list_slot_goals()
         short = [goals is None or capacity < goals[i] for i, capacity in enumerate(capacities)]

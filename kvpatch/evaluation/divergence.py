@@ -159,7 +159,7 @@ class Comparison:
         # p: probabilities by the full cache, q: under the policy
         kl_S, same_S = divergence(self.log_p_SV, log_q_SV)
         next_S1 = self.ids_1T[0, self.n + self.first :, None].cpu()  # the token after the last fed one is not known
-        rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, next_S1)  # of the true next token's loss, in nats
+        rise_S1 = (self.log_p_SV - log_q_SV)[:-1].gather(1, next_S1)  # how far the loss of the true token rises, in nats
         return DivergenceFigures(
             budget=min(patch.settings.budget.rules[0].tokens(self.n), self.n),
             kl=float(kl_S.mean()),

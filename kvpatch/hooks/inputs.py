@@ -149,8 +149,11 @@ def check_padding_mask(mask: object, B: int) -> Tensor | None:
 
 
 def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
-    """Raise KVPatchError, for `_check_batch`, if there is padding between a row's tokens, which recurrent layers would read."""
-    stack = None if cache.settings.transparent else cache.settings.layer_numbers  # policy "full" does as the unpatched model
+    """Raise KVPatchError, for `_check_batch`, if there is padding between a row's tokens, which recurrent layers would read.
+
+    Decode steps (Q == 1) on a GPU are not checked: to read the mask would wait for the device.
+    """
+    stack = None if cache.settings.transparent else cache.settings.layer_numbers  # "full" refuses nothing that the model takes
     if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
         return
     real_BT = mask_BT.bool()

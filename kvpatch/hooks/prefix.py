@@ -88,7 +88,7 @@ def _refuse_invoked(target: Target, tokens: tuple[int, ...]) -> None:
 
 
 def _read_ids(ids: object) -> tuple[int, ...]:
-    """Return the token ids of one text, which `read_prefix` got as a tensor or list; raise KVPatchError if it is none."""
+    """Return the token ids of one text, which `read_prefix` got as a tensor or list; raise KVPatchError for anything else."""
     listed = ids.tolist() if isinstance(ids, Tensor) else ids
     if isinstance(listed, Sequence) and len(listed) == 1 and isinstance(listed[0], Sequence):
         listed = listed[0]

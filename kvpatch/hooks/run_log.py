@@ -128,11 +128,12 @@ class RunLog:
             self._note_last(record)  # an assistant's cache may have had the last pass
 
     def release(self, cache: EvictingCache, record: TextRecord) -> None:
-        """Keep a snapshot of the cache used last for the report, for `TextRecord.release`, before that cache is freed.
+        """Take what the report needs from a cache before it is freed; `TextRecord.release` of that cache's text calls it.
 
-        Also counts the steps that graphs ran, and a prompt from which nothing went on.
+        Counts the steps that ran in graphs and, as unused, a prompt that nothing followed. Keeps a snapshot of the cache, if
+        no other was used later. record: what the log knows of the cache's text.
         """
-        if cache.unfinished or not record.number:  # interrupted in a pass, or in none under this patch
+        if cache.unfinished or not record.number:  # an error ended its pass, or it took part in no pass under this patch
             return
         self._catch_up(cache, record)
         if record.number == self.number:

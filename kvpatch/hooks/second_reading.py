@@ -117,7 +117,11 @@ def note_places(now: Forward, position_ids: Tensor | None, columns: int) -> None
 
 
 def enter_prepared(call: dict[str, Any], cache: EvictingCache, device: torch.device, state: PatchState) -> Changed:
-    """Put a cache and its mask into `call` for `_enter_decoder`, in a pass of a second reading or an edit, begun before."""
+    """Put the cache, and the mask that a pass through it takes, into `call`, the decoder's arguments; return no others.
+
+    `_enter_decoder` calls it where kvpatch itself runs the decoder, to read a prompt a second time or to edit the text: whoever
+    does so has begun the pass in the cache already (`now.prepared`).
+    """
     mask = mask_by_kind(cache.settings.layer_numbers, pass_mask(device).as_subclass(PassMask), None, 1)
     set_cache(call, cache, state.cache_name)
     call.update(use_cache=True, attention_mask=mask)

@@ -159,10 +159,9 @@ class Requests:
         return strips
 
     def _split_rows(self, decoding: Set[str]) -> None:
-        """Copy each prompt in `reading` that shares a cache with others to a cache of its own, before a pass.
+        """Give each request in `reading` its row in a cache of its own, unless all that share the cache decode in this pass.
 
-        `begin` calls it. Requests that share a cache stay in it if all of them decode now. decoding: names of the requests that
-        do.
+        `begin` calls it before a pass. decoding: names of the requests that decode.
         """
         for name, rows in list(self.reading.items()):
             if len(rows.names) > 1 and not decoding >= set(rows.names):
