@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-_HOME = {
+_HOME = {  # each module of this package, and the public names that it defines
     "allocation": ("Adaptive", "Global"),
     "context": ("EvictionContext", "NewTokens"),
     "measures": ("Calibration",),
@@ -93,7 +93,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from .scores import Score
     from .selection import Chunked, Selection, TwoStage
     from .slopes import Pyramid
-else:  # unseen by them, or every misspelt name would be of type Any
+else:  # type checkers skip this branch: by __getattr__ every misspelt name would have the type Any
 
     def __getattr__(name: str) -> Any:
         """Import a name of `_HOME`, or a module of this package; Python calls it where kvpatch.policies.NAME is first used.

@@ -1,6 +1,6 @@
-"""Division of a budget over the KV heads of one layer, or of all, at the end of a prompt; slopes.py divides it over layers.
+"""Division of a budget over the KV heads of one layer (Adaptive), or of all layers (Global), at the end of a prompt.
 
-Both keep the total of the uniform budget to the token.
+The total is that of the uniform budget, to the token. slopes.py divides a budget over layers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Adaptive:
             raise KVPatchError(f"floor={self.floor!r} must be a share of the uniform budget, in [0, 1].")
 
     def least(self, budget: int, nominal: int) -> int:
-        """Return the tokens that every head receives of a uniform budget, of which `nominal` are protected."""
+        """Return how many tokens each head gets before the scores of all heads divide the rest, for `PromptEnd.least`.
+
+        budget: the uniform budget, tokens for each head. nominal: tokens that each head must protect, at most `budget`.
+        """
         return max(share(float(self.floor), budget), nominal)
 
     def counts(self, key_BNT: Tensor, least_BN: Tensor, total_B1: Tensor) -> Tensor:
@@ -53,10 +56,10 @@ class Adaptive:
         Args:
             key_BNT: eviction keys (numbers that sort tokens: the lowest is evicted first) of the N heads that share the budget;
                 FIRST, the lowest number, for empty slots.
-            least_BN: tokens that each head receives in any case.
-            total_B1: tokens of all N heads together.
+            least_BN: tokens that each head receives in any case (see `least`).
+            total_B1: tokens that all N heads may keep together.
         """
-        # tokens that each head keeps in any case rank above all others
+        # a head's least_BN best tokens rank above all others, so that no other head takes their place
         granted = mask_top(key_BNT, least_BN[..., None], None)
         key_BNT = key_BNT.masked_fill(granted & (key_BNT > FIRST), LAST)  # LAST ranks above every score
         B, N, T = key_BNT.shape

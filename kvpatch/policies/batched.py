@@ -28,7 +28,7 @@ class Batched:
         """Return a copy of this part of a cache's state, with every tensor replaced by `change(tensor)`.
 
         `change` reorders, repeats or drops batch rows (axis 0), as in beam search. `SlotLayer.map_rows` calls it for a layer's
-        notes and limits (through `change_tensors`), LayerStack for limits. This object stays as it is.
+        notes and limits (through `change_tensors`), LayerStack for limits. This object is not changed.
         """
         new = copy.copy(self)
         new.change_rows(change)
@@ -38,7 +38,8 @@ class Batched:
     def cat(cls: type[Owner], parts: Sequence[Owner]) -> Owner:
         """Join objects of one class, from several caches, into a new one with the rows of all, as caches are concatenated.
 
-        Fields that are no tensors are those of parts[0]. `EvictingCache.concatenate` comes here for the notes of layers.
+        Fields that are no tensors are those of parts[0]. `EvictingCache.concatenate` calls it for the notes of layers (what a
+        score remembers between passes).
         """
         new = copy.copy(parts[0])
         for name, value in vars(parts[0]).items():

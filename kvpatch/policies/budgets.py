@@ -32,13 +32,13 @@ ONE_TOKEN = "[kvpatch] k=1 keeps one token per KV head. If all are meant, k=1.0 
 
 
 def share(value: int | float, of: int) -> int:
-    """Return a budget or a protected size in tokens: an int unchanged, a float as a share of `of` tokens.
+    """Return a budget or a protected size in tokens: an int unchanged, a float as a share of `of` tokens, rounded down.
 
     Example:
         >>> share(0.29, 100), share(16, 100)
         (29, 16)
     """
-    return value if isinstance(value, int) else math.floor(value * of + 1e-6)
+    return value if isinstance(value, int) else math.floor(value * of + 1e-6)  # 0.29 * 100 is 28.999999999999996
 
 
 def parse_bytes(text: str) -> int | None:
@@ -94,7 +94,7 @@ def as_python(k: object) -> object:
 
 
 def is_list(k: object) -> TypeGuard[Sequence[object]]:
-    """Tell whether `k` has one budget per layer."""
+    """Tell whether `k` is a sequence, such as a list with one budget per layer; a text, such as "2GiB", is none."""
     return isinstance(k, Sequence) and not isinstance(k, str | bytes | bytearray)
 
 
@@ -133,7 +133,7 @@ def read_number(text: str) -> int | float | str:
     Other texts, such as sizes ("2GiB"), come back as they are.
     """
     digits, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
-    if digits.isdecimal() and not percent and len(digits) < 20:
+    if digits.isdecimal() and not percent and len(digits) < 20:  # a longer number becomes a float, which `check_k` refuses
         return int(digits)
     try:
         return float(digits) / (100 if percent else 1)
@@ -161,7 +161,7 @@ class Rule:
         return True
 
     def tokens(self, n: int) -> int:
-        """Return the tokens that protected sizes are clamped to, and are shares of, after a prompt of `n` tokens."""
+        """Return the budget of a head in tokens after a prompt of `n`: protected sizes must fit in it, or are shares of it."""
         raise NotImplementedError
 
     def least(self, n: int) -> int:
@@ -169,7 +169,10 @@ class Rule:
         return self.tokens(n)
 
     def most(self, n: int, new: int | None = 0) -> int:
-        """Return the most tokens that a head may hold after a prompt of `n` and `new` generated tokens; None: at any time."""
+        """Return the most tokens that a head may hold after a prompt of `n` tokens and `new` generated ones.
+
+        new=None asks for the most at any time, however many are generated.
+        """
         return self.tokens(n)
 
     def heads(self, n: int, H: int, new: int | None = 0) -> list[int]:
@@ -181,19 +184,20 @@ class Rule:
         return self.heads(n, H, new)
 
     def bound(self, most: int) -> int:
-        """Return the most tokens that a head may hold while decoding, if it was `most` where the prompt ended."""
+        """Return the most tokens that a head may hold while decoding, given the most that it might hold at the prompt's end."""
         return most
 
     def check(self, policy: Any, heads: int) -> None:
         """Raise KVPatchError unless the policy and a layer of so many KV heads can work with this budget."""
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Count the tokens [B,H,1] that each head keeps at an eviction; and sum the scores of all it has evicted, or None.
+        """Return how many tokens [B,H,1] each head keeps at an eviction, and the sum of the scores of all it has evicted.
 
-        For budgets that depend on scores or on the text so far: `PromptEnd.count_by_scores` calls it as a prompt or block ends,
-        `_evict_over_budget` at decode steps.
+        The sum is None where later evictions do not need it. For budgets that depend on scores or on the text so far (`moves`):
+        `PromptEnd.count_by_scores` calls it as a prompt or block ends, `_evict_over_budget` at decode steps.
 
-        keys_BHT: eviction keys (the lowest goes first): LAST for protected tokens, FIRST for empty slots.
+        score: the policy's Score. keys_BHT: eviction keys (the lowest goes first): LAST for protected tokens, FIRST for empty
+        slots.
         """
         raise NotImplementedError
 
@@ -247,7 +251,7 @@ class HeadSizes(Rule):
         return max(self.heads(n, len(self.sizes)))
 
     def heads(self, n: int, H: int, new: int | None = 0) -> list[int]:
-        return [size.tokens(n) if size.evicts else MAX_POSITION for size in self._as_sizes]
+        return [size.tokens(n) if size.evicts else MAX_POSITION for size in self._as_sizes]  # MAX_POSITION: no bound
 
     def check(self, policy: Any, heads: int) -> None:
         """Raise KVPatchError, before `patched` acts, for a list whose length is not the layer's number of KV heads."""
@@ -336,12 +340,12 @@ class Budget:
         return [size or one for size, one in zip(self.sizes, values, strict=True)] if self.sizes else values
 
     def shortened(self) -> Any:
-        """Return `described()`, for errors; if all layers have the same, one layer's."""
+        """Return the budget as errors show it: one layer's if all layers have the same, else the list of `described()`."""
         described = self.described()
         return described[0] if described and all(one == described[0] for one in described) else described
 
     def first_layers(self, count: int) -> Budget:
-        """Return the budget of the first layers."""
+        """Return the budget of the first `count` layers alone, for a cache that has no others."""
         return replace(self, per_layer=self.per_layer[:count], sizes=self.sizes[:count])
 
 

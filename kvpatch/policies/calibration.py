@@ -179,7 +179,11 @@ class WholeHeads(CalibratedScore, Recency):
     def budget(self, k: object, policy: Any, bounds: Sequence[int | None]) -> object:
         """Return budgets k[layer][head] by which a share `k` of heads keeps every token; k=1.0 stays 1.0.
 
-        `settings_of` calls it. Raises KVPatchError for another k, or a policy that this does not go with.
+        `settings_of` calls it. bounds: sliding windows of layers, as in `Budget.parse`.
+
+        Raises:
+            KVPatchError: `k` is no share, the policy divides a budget over heads or layers, or its sinks= and recent= together
+                are no number of tokens above 0.
         """
         part = None if is_list(k) or isinstance(k, Rule) else parse_k(k)
         if not isinstance(part, float):
@@ -233,4 +237,4 @@ class Recall(Score):
         return context.positions_BHT.float()
 
 
-_LEAST = 1e-6  # standard deviation
+_LEAST = 1e-6  # least standard deviation that scores are divided by

@@ -93,7 +93,7 @@ class Cur(Score):
         return torch.empty_like(combined).scatter_(-1, order, combined)
 
     def _compare_neighbours(self, square: Tensor, order: Tensor, context: EvictionContext) -> Tensor:
-        """Divide each squared norm by the sum over the token's window, for `value` at an eviction: [B,H,T] in text `order`."""
+        """Divide each token's squared norm by the sum over its window, for `value`: shares [B,H,T] in text `order`."""
         T = square.shape[-1]
         square = square.masked_fill(context.positions_BHT < 0, 0.0) if context.empty else square
         windows = F.pad(square.gather(-1, order), (0, -T % self.window)).unflatten(-1, (-1, self.window))
@@ -126,10 +126,10 @@ class LagKV(Score):
         check_count("lag", self.lag, "tokens")
 
     def value(self, context: EvictionContext) -> Tensor:
-        """Return each token's rank in its partition; 1 for sinks and from the last whole partition on.
+        """Return each token's rank in its partition, over `lag`; 1 for sinks and from the last whole partition on: [B,H,T].
 
         `Policy.eviction_keys` calls it as a prompt ends. Partitions are `lag` tokens each, after the sinks (first tokens). With
-        fewer than two, s[i] = i in text order.
+        fewer than two, the score is the token's index in text order.
         """
         position = context.positions_BHT
         # each head's number of whole partitions, and each slot's place after the sinks, in text order
@@ -277,7 +277,7 @@ class Compactor(Leverage):
 def _standardize_among(x_BHT: Tensor, among_BHT: Tensor, everyone: Parallel) -> Tensor:
     """Scale a part of `Compactor.value` to mean 0, deviation 1 over tokens `among_BHT` of all heads.
 
-    It does so as a prompt ends. Processes that share the layer's heads exchange their scores: all must call this.
+    It does so as a prompt ends. everyone: the processes that share the layer's heads. They exchange scores: all must call this.
     """
     x = x_BHT.nan_to_num(0.0)  # one NaN would make all heads NaN
     among = everyone.gather_heads(among_BHT.to(x.dtype), empty=0)

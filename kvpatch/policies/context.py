@@ -29,10 +29,10 @@ class OwnState(NamedTuple):
 
     Attributes:
         name: its key in the state.
-        may: tells whether layers of a policy may have it.
+        may: may(policy) tells whether layers under this policy may have it.
         dtype: its dtype; None for that of scores.
-        must: whether they have it if they may.
-        blank: whether few tokens have one, so that others, which may get the slots of such, are written with zero.
+        must: whether every layer that may have it does.
+        blank: whether only marked tokens have a number, so that a new token, whose slot may hold an evicted one's, writes zero.
     """
 
     name: str
@@ -52,12 +52,12 @@ OWN_STATE = (
 
 
 def not_weighed(known: Tensor, out: Tensor | None) -> Tensor:
-    """Raise KVPatchError: the selection has not declared that it weighs values."""
+    """Raise KVPatchError, as `norms` of a context whose policy's selection has not declared that it weighs values."""
     raise KVPatchError("context.norms() is there if the selection's class says weighs_values = True.")
 
 
 def at_hand(tensor: Tensor) -> bool:
-    """Tell if the tensor's values can be read without waiting for a device."""
+    """Tell whether the tensor is on the CPU, where its values can be read without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
@@ -199,7 +199,7 @@ class Limits(Batched):
         first: position below which tokens are protected: sinks, or a prompt that the schedule keeps.
         newest: number of newest tokens that are protected.
         prompt: position below which tokens are kept outside the budget and not ranked (schedule "decode").
-        deviation: tokens protected by standard deviation, r in RoCo.
+        deviation: tokens protected by rank: by standard deviation (r in RoCo), or by the range of their values.
         observed: query rows in the observation window.
         nominal: protected tokens in all; the fewest tokens of a head where the budget follows from scores.
         any_first, any_newest, any_prompt: whether the size is above zero in some row.
@@ -254,7 +254,7 @@ class Block:
         tau: temperature of the softmax.
         layer: index of the layer.
         seed: seed of the policy's random numbers.
-        grouped: whether a statistic reads `group_NRM`, so that others had better read it too.
+        grouped: whether a statistic needs `group_NRM`, so that others read it too instead of summing over the group again.
     """
 
     p_NGRM: Tensor

@@ -21,8 +21,8 @@ class Combination(NamedTuple):
 
     Attributes:
         options: defaults of the options that it adds.
-        schedule: in place of the other policy's, "" for that.
-        shared: as in `Fact`, "" for the other policy's.
+        schedule: the schedule that it sets; "" leaves the other policy's.
+        shared: as in `Fact`; "" leaves the other policy's.
     """
 
     options: dict[str, Any]
@@ -100,10 +100,10 @@ class Fact:
 
     def list_options(self) -> dict[str, Any]:
         """List all options with their defaults, the policy's own first."""
-        return {**self.options, **COMMON, **self.options}
+        return {**self.options, **COMMON, **self.options}  # first for the order, last for the values
 
     def describe_use(self) -> str:
-        """Write when to take the policy, and what it keeps."""
+        """Return when to take the policy (its uses, if it has any) and what it keeps, as lists of policies show it."""
         uses = "; ".join(use.name for use in list_uses(self.name))
         return f"{uses}: {self.about}" if uses else self.about
 

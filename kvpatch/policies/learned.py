@@ -30,7 +30,7 @@ def list_features(k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Tensor) -> Tenso
 
 
 def make_target(repeated_BHT: Tensor) -> Tensor:
-    """Return what a regression learns of the scores of a second reading (`Repeated`): log(s + 0.0001)."""
+    """Return the logarithms that `kvpatch learn` fits weights to, from the scores s of a second reading: log(s + 0.0001)."""
     return (repeated_BHT.double() + LEAST).log()
 
 

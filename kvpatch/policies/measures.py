@@ -147,8 +147,8 @@ class Measure:
         name: its name in files and in `Calibration.layers`.
         shape: a letter for each axis: H KV heads, G query heads of a group, D head size, P pairs of channels, F features of a
             token; or a number.
-        of: what a piece of text adds to the sums.
-        finish: what becomes of the sums of all pieces.
+        of: of(sample) returns what a piece of text adds to the sums.
+        finish: finish(sums) makes the statistic of the sums over all pieces.
         kind: "queries", "turned" for queries without their rotation, "outputs" for what goes through the output projection,
             or "scores" of a second reading.
         dtype: in a file.
@@ -198,20 +198,24 @@ def _find_direction(sums: Totals) -> Tensor:
 
 
 def _count_plain(sample: Sample) -> Totals:
+    """Return, for "mean" (a row of MEASURES), a piece's number of queries and the sum of these, moved to position 0."""
     assert sample.plain_HGQD is not None
     return _count_sums(sample.plain_HGQD)
 
 
 def _count_norms(sample: Sample) -> Totals:
+    """Return, for "norm" (a row of MEASURES), a piece's number of queries and the sum of their pairs' lengths [H,G,P]."""
     assert sample.plain_HGQD is not None and sample.rotation is not None
     return _count_sums(measure_pairs(sample.plain_HGQD, sample.rotation.pairs_P2.to(sample.plain_HGQD.device)))
 
 
 def _count_sums(x_HGQD: Tensor) -> Totals:
+    """Return the number Q of queries and the sum over them, which `_divide_sums` makes a mean of."""
     return torch.tensor(x_HGQD.shape[2], device="cpu"), x_HGQD.sum(2)
 
 
 def _divide_sums(sums: Totals) -> Tensor:
+    """Return a mean from all pieces' (number of queries, sum over queries); 0 if there were no queries."""
     return sums[1] / sums[0].clamp(min=1)
 
 
@@ -226,16 +230,19 @@ def _sum_areas(sample: Sample) -> Totals:
 
 
 def _list_pairs(sample: Sample) -> Totals:
+    """Return "pairs" (a row of MEASURES): channels that positions turn together. Each piece of a text has the same."""
     assert sample.rotation is not None
     return (sample.rotation.pairs_P2,)
 
 
 def _list_turns(sample: Sample) -> Totals:
+    """Return "turn" (a row of MEASURES): each pair's angle per position. Each piece of a text has the same."""
     assert sample.rotation is not None
     return (sample.rotation.turn_P,)
 
 
 def _take_sums(sums: Totals) -> Tensor:
+    """Return the one tensor of a row of MEASURES that does not add up over pieces, "pairs" or "turn", as it is."""
     return sums[0]
 
 
@@ -280,9 +287,9 @@ WHOLE: tuple[tuple[Of, ...], ...] = (
     *(("queries", *turned, *outputs) for turned in (("turned",), ()) for outputs in (("outputs",), ())),
     ("scores",),
 )
-"""Kinds of statistics that a calibration may have of a layer."""
+"""Sets of kinds (Measure.kind), one of which a calibration has of each layer: with all statistics of these kinds."""
 
 
 def list_statistics(kinds: tuple[Of, ...]) -> list[str]:
-    """Return the statistics of these kinds, in the order of the table."""
+    """Return the names of the statistics of these kinds (Measure.kind), in the order of the table MEASURES."""
     return [name for name, measure in MEASURES.items() if measure.kind in kinds]

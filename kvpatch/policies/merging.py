@@ -32,7 +32,10 @@ class Merging(ABC):
 
     @abstractmethod
     def values(self, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead) -> Tensor:
-        """Return the values [B,H,K,D] of the kept tokens. k_BHTD, v_BHTD: keys and values of all slots."""
+        """Return new values [B,H,K,D] of the kept tokens, for `_find_values` as a prompt or block ends; change nothing.
+
+        k_BHTD, v_BHTD: keys and values of all slots. kept: says which are kept. layer: the layer, as needs may ask it.
+        """
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Kept:
 
     Attributes:
         index_BHK: their slots, ascending.
-        real_BHK: entries within the head's own count; the others name any slot.
+        real_BHK: True for entries within the head's own count, of K at most; the other entries name any slot.
         live_BHT: tokens that a later query can see.
     """
 

@@ -69,12 +69,16 @@ class Share(Rule):
         return MAX_POSITION
 
     def check(self, policy: Any, heads: int) -> None:
-        if policy.schedule != "prompt":
+        if policy.schedule != "prompt":  # if no step evicts, it does not move: it is a plain share of the prompt
             refuse("moving budget", FeatureSet(policy, k=self))
         refuse("Share", FeatureSet(policy, k=self))
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
-        seen = (context.newest_B11 + 1).to(torch.float64)  # exact, as on the host
+        """Return each head's budget, a share of the tokens that its row has seen, but no more than it holds; and None.
+
+        `PromptEnd.count_by_scores` and `_evict_over_budget` call it. No sum of evicted scores is needed.
+        """
+        seen = (context.newest_B11 + 1).to(torch.float64)  # float64: rounded as `tokens` rounds Python's floats
         count = (seen * self.part + 1e-6).floor().long().clamp(min=1)
         return torch.minimum(count, (keys_BHT > FIRST).sum(-1, keepdim=True)), None
 
@@ -213,6 +217,11 @@ class Threshold(Rule):
         _check_sizes(self, policy)
 
     def kept(self, score: Any, context: EvictionContext, keys_BHT: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return how many tokens of each head are protected or have a score of at least x, one at least; and None.
+
+        `PromptEnd.count_by_scores` and `_evict_over_budget` call it. No sum of evicted scores is needed. score.unit: G if the
+        score is summed over the G query heads of a group, so that x is of their mean.
+        """
         above = (keys_BHT == LAST) | ((context.value >= self.x * score.unit(context.group)) & (keys_BHT >= 0))
         return _clamp_counts(above.sum(-1, keepdim=True), keys_BHT), None
 
@@ -245,7 +254,7 @@ def _weigh_tokens(score: Any, context: EvictionContext, keys_BHT: Tensor) -> Ten
 
 
 def _check_sizes(rule: Rule, policy: Any, also: str = "") -> None:
-    """Raise KVPatchError, for `check`, if a protected size is a share of this budget, which is no number of tokens.
+    """Raise KVPatchError, for `check`, if `recent=` or the like is a share of this budget, which has no fixed number of tokens.
 
     also: another remedy, for the message. scope.ranked: name of the option for tokens that are protected by rank.
     """

@@ -17,10 +17,10 @@ _CALL = re.compile(r"\s*([^()]+)\((.+)\)\s*")
 
 
 class Division(NamedTuple):
-    """Division of a budget over heads and layers, whatever the scores are.
+    """Division of a policy's budget over heads and layers, whatever the scores are.
 
-    schedule: None if it never evicts. every: as its option. beta: of a pyramid, else None. protects: tokens of its observation
-    window, which every layer keeps. shared: as in `Fact`.
+    schedule: None if the policy never evicts. every: tokens that decode steps evict at once. beta: slope of a pyramid (see
+    Pyramid), or None. protects: tokens of the observation window, which every layer keeps. shared: as in `Fact`.
     """
 
     schedule: str | None

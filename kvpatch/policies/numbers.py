@@ -25,7 +25,7 @@ def running_sum(weight: Tensor) -> Tensor:
 
 
 def sum_in_parts(weight: Tensor) -> Tensor:
-    """Return the running sums of weights >= 0, each rounded to a 2^-40th of their total."""
+    """Return the running sums of weights >= 0, each rounded down to a 2^-40th of their total: integers, exact in any order."""
     part = weight.sum(-1, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / PARTS
     return (weight / part).long().cumsum(-1).to(weight.dtype) * part
 

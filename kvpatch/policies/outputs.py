@@ -54,4 +54,5 @@ class OutputChange(ObservationWindow):
         return ((v_v - 2 * v_o + o_o).clamp_min(0) / p_NGRM.shape[1]).to(rows.p_NGRM.dtype)
 
     def _may_pool(self, position: Tensor, context: EvictionContext) -> Tensor:
+        """Return True for all held tokens [B,H,T], those of the window too: their scores are pooled with their neighbours'."""
         return torch.ge(position, 0)

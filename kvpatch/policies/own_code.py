@@ -21,7 +21,7 @@ _HERE = __name__.partition(".")[0]
 
 
 def is_own(part: object) -> bool:
-    """Tell whether a user wrote the class of a policy's part."""
+    """Tell whether a user wrote the class of a policy's part (a score, scope or need): it is not defined in kvpatch."""
     return type(part).__module__.partition(".")[0] != _HERE
 
 
@@ -96,6 +96,10 @@ def bind_passes(
 
 
 def _read_pass(need: AnyNeed, method: str, policy: str, run: Callable[[Any], None], read: PromptRead | StepRead) -> None:
+    """Call `run`, the method `read` or `step` of a user's need, with the layer's pass; its errors name the method.
+
+    Layers call it through `bind_passes`. The error of a step that was given no probabilities (p_BHGT) says why.
+    """
     unread = isinstance(read, StepRead) and read.p_BHGT is None
     hint = f' step.p_BHGT is None: {type(need).__name__}.rows is {need.rows!r}, and "window" asks for it.' if unread else ""
     _run_method(_name_method(need, method, policy), "", lambda _: hint, run, read)

@@ -132,7 +132,7 @@ class Policy:
 
     @property
     def _storing(self) -> list[Score | AnyNeed]:
-        """The needs, and the score, that store numbers with each token."""
+        """Needs of the policy, and its score, that store numbers with each token: their class defines `entry`."""
         return [part for part in (*self.needs, self.score) if type(part).entry not in (Need.entry, Score.entry)]
 
     @property
@@ -231,7 +231,7 @@ class Policy:
         return keys if empty is None else keys.masked_fill(empty, FIRST)
 
 
-_PARTS: tuple[tuple[str, type, bool], ...] = (
+_PARTS: tuple[tuple[str, type, bool], ...] = (  # of each part its attribute, its class, and whether it may be None
     ("score", Score, False),
     ("scope", Scope, False),
     ("over_layers", Pyramid, True),

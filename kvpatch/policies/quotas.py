@@ -126,7 +126,7 @@ def find_quotas(span: Tensor, budget_B: Sequence[int], total_B: Sequence[int]) -
 
     Of |s| tokens of a span these are floor(budget * |s| / total). `_set_quotas` stores them as a prompt or block ends.
 
-    span: as encode_spans makes it. budget_B: tokens that a head may keep. total_B: tokens that the budget is for.
+    span: as encode_spans makes it. Of each row, budget_B: tokens that a head may keep; total_B: tokens that this budget is for.
     """
     budget, total = (on_device(row, span.device).view(-1, 1, 1) for row in (budget_B, total_B))
     tokens = span & _TOKENS
@@ -137,7 +137,7 @@ def count_quotas(span: Tensor, held: Tensor, budget_B: Sequence[int], total_B: S
     """Sum for each row the quotas (see find_quotas) of all spans of which a head holds a token.
 
     `set_limits` raises the limit of protected tokens by this number as a prompt or block ends. span: [B,H,T], as encode_spans
-    makes it. held: bool [B,H,T], False for empty slots.
+    makes it. held: bool [B,H,T], False for empty slots. budget_B, total_B: of each row, as in find_quotas.
     """
     sums = []
     for span_HT, held_HT, budget, total in zip(span, held, budget_B, total_B, strict=True):
@@ -187,5 +187,5 @@ def protect_shares(context: EvictionContext, keys: Tensor, protected: Tensor | N
 
 
 def _count_in(segment: Tensor, marked: Tensor) -> Tensor:
-    """Return for each entry the number of marked ones in its segment."""
+    """Return for each token the number of `marked` ones in its segment (tokens of one span), for `protect_shares`: [B,H,T]."""
     return torch.zeros_like(segment).scatter_add_(-1, segment, marked.long()).gather(-1, segment)

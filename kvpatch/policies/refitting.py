@@ -89,8 +89,9 @@ class _RefitAttention:
     Attributes:
         out_BHND: their outputs over all tokens.
         lse_BHGW: log-sum-exps of their logits over the kept tokens alone.
-        asked: the queries.
+        asked: the queries and their positions.
         k_BHKD: keys of the kept tokens.
+        kept, layer: as in `Refit.values`.
     """
 
     out_BHND: Tensor

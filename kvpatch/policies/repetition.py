@@ -18,6 +18,9 @@ class Repetition(NamedTuple):
     later: int
 
     def count_tokens(self, prompt: int) -> int:
-        """Return the tokens of the longest piece that is read after a prompt of so many tokens, to find the longest prompt."""
+        """Return the tokens of the longest piece that is read a second time after a prompt of `prompt` tokens.
+
+        A model's positions must suffice for both: `plan` counts them, and finds the longest prompt for which they do.
+        """
         before = max(self.first, self.later + BEFORE) if prompt > self.chunk else self.first
         return before + min(prompt, self.chunk)

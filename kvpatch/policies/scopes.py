@@ -93,7 +93,7 @@ class Scope:
 
     @property
     def deviation(self) -> int | float:
-        """Size of the set protected by rank, r in RoCo: tokens or a share of the budget; here 0."""
+        """Number of tokens that subclasses protect by rank (r in RoCo), or its share of the budget; here none."""
         return 0
 
     def limits(self, budget: int, n: int, marked: Sequence[int], needs: Needs, fixed: int, rows: int) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ class RangeScope(Scope):
         """
         position, limits, values = context.positions_BHT, context.limits, context.view(Held)[1]
         ranked = score_keys(values.amax(-1) - values.amin(-1), position, signed=False)
-        if limits.any_first:
+        if limits.any_first:  # the sinks are the first of these tokens
             ranked = ranked.masked_fill(position < limits.first, LAST)
         # an empty slot's position is -1
         ranked = ranked.masked_fill((position > context.recent_B11) | (position < limits.prompt.clamp(min=0)), -1)

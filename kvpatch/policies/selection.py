@@ -119,7 +119,8 @@ class Selection:
     """Base class of selections: from scores and protection to the kept set.
 
     Attributes:
-        schedules: schedules under which the selection is defined. only_then: what it does that others do not allow.
+        schedules: schedules under which the selection is defined.
+        only_then: what it does that other schedules do not allow, as the error about these says it.
         weighs_values: whether it reads `context.norms` and takes scores for weights.
     """
 

@@ -21,7 +21,7 @@ from .scopes import protect_tensor
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features that are asked for together. A gate gives those that it knows; the others count as not asked for."""
+    """Features that are asked for together. A caller of `refuse` gives those that it knows; others count as not asked for."""
 
     policy: Any  # a Policy, which may be in the making
     acts: bool = True  # it evicts from some layer
@@ -61,7 +61,7 @@ class FeatureSet:
 
     @property
     def unweighed(self) -> str:
-        """Policies that do not weigh values, in place of this one."""
+        """Text for messages: policies that do not weigh values by the output projection, to use in place of this one."""
         other = "'streaming_llm'" if self.policy.needs.find(Rereading) is None else "'kvzip'"
         return "the policy without critical" if self.policy.weighs_values else other
 

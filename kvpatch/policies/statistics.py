@@ -54,13 +54,14 @@ def check_names(names: tuple[str, ...], of: str) -> None:
 
 
 def _sum_rows(block: Block, need: Any) -> Tensor:
+    """Sum the probabilities that each key gets over a block's rows and the group's query heads, [N,M]: the statistic "sum"."""
     if block.grouped:
         return block.group_NRM.sum(1)
     return block.p_NGRM.flatten(1, 2).sum(1)  # one axis is summed faster than two
 
 
 def _sum_squares(block: Block, need: Any) -> Tensor:
-    """Sum the squares of the probability averaged over the group; averaging comes first, so the square is of the mean."""
+    """Sum over a block's rows, [N,M], the square of the probability averaged over the group: the statistic "squares"."""
     return block.group_NRM.square().sum(1) / block.p_NGRM.shape[1] ** 2
 
 

@@ -52,7 +52,7 @@ class Use:
 
 CHANCE = "random"
 SPARED: Mapping[str, Any] = {"sinks": 4, "recent": 0.25}
-"""Its options where a policy must beat chance: it spares the first tokens and the newest ones, as good policies do."""
+"""Options of the policy CHANCE where others must beat it: it spares the first and the newest tokens, as good policies do."""
 
 USES = (
     Use(

@@ -25,18 +25,21 @@ def save_calibration(calibration: Calibration, path: str | PathLike[str]) -> Non
 
 
 def make_calibration(model: Description, layers: Layers, tokens: int) -> Calibration:
-    """Return the calibration of these statistics by layer and name."""
+    """Return a new Calibration for `kvpatch calibrate` and `kvpatch learn`; its digest is the checksum that its file will have.
+
+    model: values that identify the model. layers: statistics by layer and name. tokens: how many were read.
+    """
     return Calibration(model, layers, tokens, CALIBRATION.compute_checksum(*_describe_calibration(model, layers, tokens)))
 
 
 def _describe_calibration(model: Mapping[str, object], layers: Layers, tokens: int) -> tuple[Description, dict[str, Tensor]]:
-    """Return the description and the tensors of a calibration's file."""
+    """Return the description of a calibration's file, and its tensors by name ("LAYER.STATISTIC"), on the CPU."""
     found = {f"{layer}.{name}": tensor.cpu().contiguous() for layer, named in layers.items() for name, tensor in named.items()}
     return CALIBRATION.make_description(model=dict(model), tokens=tokens, layers=sorted(layers)), found
 
 
 def load_calibration(path: str | PathLike[str]) -> Calibration:
-    """Read a calibration that `kvpatch calibrate` wrote.
+    """Read a calibration that `kvpatch calibrate` or `kvpatch learn` wrote.
 
     Args:
         path: the file.

@@ -17,8 +17,9 @@ from ..errors import InvalidError
 def check_cache(cache: EvictingCache) -> None:
     """Raise InvalidError if a loaded cache contradicts itself, its policy or its budget, or holds a number that is not finite.
 
-    `load` calls it for the filled cache. First sets, in the cache, counts that the file does not have. More free slots than
-    decoding needs count as reserved by room=; the loaded cache then has that reservation again.
+    `load` calls it for the filled cache. It also sets what the file does not hold: which heads lack slots, when heads evict
+    next, and a reservation by room= (`plans.static_room`) if there are more free slots than decoding needs. Heads whose budget
+    moves give surplus empty slots back.
     """
     # layers whose next token goes into a free slot: which heads may need more slots, and in how many steps heads evict
     slotted = [layer for layer in cache.layers if layer.mode.fills_free_slots]  # the others append
@@ -34,11 +35,11 @@ def check_cache(cache: EvictingCache) -> None:
         _check_finite(f"states.{name}", state)
     for index, layer in enumerate(cache.layers):
         _check_numbers(cache, index, layer)
-        if isinstance(layer.mode, Moving):  # heads whose budget has shrunk may keep more slots: the file does not say which
+        if isinstance(layer.mode, Moving):  # heads that have shrunk may have more slots than `check_bytes` allows
             layer.give_back_slots()  # empty ones, beyond some spare ones
     try:
         invariants.check_bytes(cache)
-    except InvalidError:  # too many free slots, if room= was not asked for
+    except InvalidError:  # more free slots than without room=: take them for reserved, and check again
         free = [size - n for layer in slotted for size, n in zip(layer.kv.capacities(), layer.counts(), strict=True)]
         cache.plans.static_room = max(free, default=None)
         invariants.check_bytes(cache)

@@ -28,12 +28,12 @@ def check_path(path: object, wanted: str) -> str | PathLike[str]:
 
 
 def write_whole(path: str | PathLike[str], save: Callable[[Path], object], what: str) -> None:
-    """Let `save` write a temporary file, and rename it to `path` once it is on the disk; an old file stays until then.
+    """Let `save(part)` write a temporary file, and rename it to `path` once it is on the disk; an old file stays until then.
 
-    `FileKind.write_file` and `FileKind.write_text` call it.
+    `FileKind.write_file` and `FileKind.write_text` call it. what: names the file in the error, such as "cache".
 
     Raises:
-        KVPatchError: the file cannot be written. what: names it in the message.
+        KVPatchError: the file cannot be written.
     """
     from safetensors import SafetensorError
 

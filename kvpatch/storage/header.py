@@ -38,14 +38,14 @@ class Entry:
 
 
 def read_entries(file: Any) -> dict[str, Entry]:
-    """Return dtype and shape of the tensors of an open file, by name."""
+    """Return the dtype and shape of each tensor of an open safetensors file, by name, for `FileKind.read_file`."""
     return {name: _read_entry(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
 def _read_entry(name: str, about: Any) -> Entry:
-    """Return a tensor's dtype and shape from the header, for `read_entries`; raise InvalidError if no file of ours has them.
+    """Return a tensor's dtype and shape from the header, for `read_entries`; raise InvalidError if kvpatch writes none like it.
 
-    about: safetensors' slice of the tensor, which reads no numbers. A size of 0 is refused, too.
+    about: safetensors' slice of the tensor, which reads no numbers. A dtype outside DTYPES is refused, and a size of 0.
     """
     dtype, shape = about.get_dtype(), about.get_shape()
     if dtype not in DTYPES:
@@ -99,9 +99,11 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> float:
+    """Raise InvalidError for `parse_json`, which comes here for NaN, Infinity and numbers too large for a float."""
     raise InvalidError(f"its description holds {text}")
 
 
 def _parse_float(text: str) -> float:
+    """Convert a number of a JSON text, for `parse_json`; raise InvalidError if it overflows, such as 1e999."""
     value = float(text)
     return value if math.isfinite(value) else _refuse_constant(text[:20])

@@ -33,9 +33,9 @@ class Field:
 
     Attributes:
         name: of the entry.
-        is_valid: tells if a value is allowed; None where other checks tell.
-        fault: what an error says of a value that is not allowed, with {value}.
-        optional: whether it may be missing, as in files of before it was written.
+        is_valid: is_valid(value) tells if a value is allowed; None leaves it to other checks.
+        fault: what an error says of a value that is not allowed, with {value} in place of the value.
+        optional: whether it may be missing, as in files that were written before the field existed.
     """
 
     name: str
@@ -101,8 +101,8 @@ class FileKind:
     """A kind of file.
 
     Attributes:
-        name: in the first entry of its description, "format", and in errors about writing it, unless `subject` is given.
-        version: of the format; a file of another one is refused.
+        name: as the first entry of its description, "format", has it, and errors about writing it unless `subject` is given.
+        version: of the format; a file of another version is refused.
         label: its name in errors about reading it.
         writer: the call or command that writes such files, as errors name it.
         again: the sentence that tells how to make the file anew.
@@ -222,6 +222,7 @@ def _check_shape(name: str, dtype: torch.dtype, axes: str, entry: Entry, sizes: 
 
 
 def _are_layers(value: object) -> bool:
+    """Tell whether a calibration's `layers` are a list of different layer numbers, one at least."""
     return are_counts(value) and bool(value) and len(set(value)) == len(value)  # type: ignore[call-overload, arg-type]
 
 
@@ -242,7 +243,7 @@ LOSSLESS = FileKind(
     "save_cache()",
     "Save it anew with patch.save_cache().",
     (Field.of_table("model"), Field.of_count("edited")),
-    {"ids": (torch.int64, "T"), "places": (torch.int64, "N")},  # and, of the model's sizes, rows
+    {"ids": (torch.int64, "T"), "places": (torch.int64, "N")},  # lossless.py checks the layers' rows, of the model's sizes
     refusal="{path} is no cache that this version of kvpatch saved under lossless=True ({format!r}): load it by a patch "
     "without lossless, or read its text again.",
 )

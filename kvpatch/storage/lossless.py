@@ -88,9 +88,9 @@ def _check_rows(found: dict[str, Entry], shapes: list[LayerShape]) -> None:
 
 
 def _check_places(ids_T: Tensor, places_N: Tensor, edited: int) -> None:
-    """Raise InvalidError, for `load_lossless`, unless `places` (positions of tokens) increase, and have all from `edited` on.
+    """Raise InvalidError, for `load_lossless`, unless `places` (positions of kept tokens) increase and none is missing later.
 
-    edited: so many first tokens may have been taken out by edits.
+    edited: of the first so many of the text's T tokens, edits may have taken some out; all tokens after these must be there.
     """
     T, newest = len(ids_T), places_N[places_N >= edited]
     if bool((ids_T < 0).any()):

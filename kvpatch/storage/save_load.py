@@ -167,7 +167,7 @@ def _restore_layer(
 
 
 def _list_limits(limits: Limits | None) -> list[list[int]] | None:
-    """Return how many tokens each batch row of a layer protects, for `_describe_cache`: lists by row, of SIZES (sinks ...).
+    """Return the protected sizes of each batch row of a layer, in the order of SIZES, as a list by row for `_describe_cache`.
 
     None for a layer without limits, from which nothing is evicted.
     """
@@ -189,6 +189,7 @@ def _describe_history(cache: EvictingCache) -> Description:
 
 
 def _restore_history(cache: EvictingCache, about: Description) -> None:
+    """Set what a cache has read from what `_describe_history` wrote, for `_restore_cache`. about: used up."""
     cache.counters.steps = about.pop("steps")
     cache.turns = Turns(about.pop("turns"), about.pop("turn_from_B"))
     concatenated, columns_at_edit = about.pop("joined"), about.pop("edited", 0)

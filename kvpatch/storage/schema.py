@@ -28,7 +28,7 @@ HISTORY = (
     Field.of_flag("by_columns"),
     Field.of_count("edited", optional=True),
 )
-ROWS = {  # tensors of the cache as a whole, batch first: their names in files
+ROWS = {  # tensors of the cache as a whole, batch first: the name in files, and the attribute of the cache
     "seen_B": "seen_B",  # tokens of each row
     "gaps_B": "rows.gaps_B",  # padding between a row's tokens
     "shared": "shared_score",  # the score that all layers share
@@ -37,7 +37,7 @@ ROWS = {  # tensors of the cache as a whole, batch first: their names in files
 }
 TENSORS = ("positions", *(one.name for one in HEAD_TENSORS))
 DTYPES = {str(dtype): dtype for dtype in FLOATS}
-ATTRIBUTES = {  # of a layer: their names in files
+ATTRIBUTES = {  # numbers of a layer: the name in files, and the attribute of the layer
     "used": "columns_used",
     "seen": "columns_read",
     "holes": "may_have_empty",
@@ -73,8 +73,9 @@ class LayerShape(NamedTuple):
 def check_header(about: Description, entries: dict[str, Entry], cache: EvictingCache, shapes: list[LayerShape]) -> None:
     """Raise InvalidError, before tensors are read, unless a file's description and header fit the empty `cache`.
 
-    `load` calls it through `_read_file`. Each check takes its tensors' entries out of `left`, a copy of `entries`; what is left
-    in the end does not belong there. A file may lack the tensors that are asked for by `in left`.
+    `load` calls it through `_read_file`. about, entries: the file's description and header. Each check takes its tensors'
+    entries out of `left`, a copy of `entries`; what is left in the end does not belong there. Tensors that are first looked
+    for (`in left`) may be missing.
     """
     left = dict(entries)
     B = _take_entry(left, "seen_B", (torch.int64,), (None,)).shape[0]  # seen_B: tokens that each row has read

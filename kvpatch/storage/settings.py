@@ -20,7 +20,7 @@ from ..policies.budgets import Rule, as_python, is_list, parse_k
 from .kinds import SETTINGS, check_names
 
 HALF = float("0.5")
-"""Default of `k` where Settings are taken, an object of its own: a 0.5 that the caller gives is another one."""
+"""Default of `k` in functions that also take Settings: `k is HALF` tells that the caller gave none, since 0.5 is not HALF."""
 LARGEST = 1 << 22
 """Bytes of a file, at most: a table of every head of a large model takes a hundredth."""
 OF_PATCH = ("bits", "block", "schedule", "positions", "backend", "seed", "strict")
@@ -160,7 +160,7 @@ def _normalize_budget(k: object, where: str, depth: int = 0) -> Any:
     """Return a budget with lists as tuples and texts of numbers as numbers, for `Settings.__post_init__`.
 
     A Rule (a budget that follows the text) stays; one that no file can hold raises KVPatchError. where: its name in an error.
-    depth: lists around it.
+    depth: lists around it: 2 in a table k[layer][head].
     """
     k = as_python(k)  # numbers of numpy and torch
     if isinstance(k, Rule):
@@ -175,7 +175,10 @@ def _normalize_budget(k: object, where: str, depth: int = 0) -> Any:
 
 
 def _normalize_option(name: object, value: object, depth: int = 0) -> Any:
-    """Return an option's value with lists as tuples, for `Settings.__post_init__`; refuse one that JSON cannot hold."""
+    """Return an option's value with lists as tuples, for `Settings.__post_init__`; KVPatchError for one that JSON cannot hold.
+
+    depth: lists around the value, of which _DEEPEST are allowed.
+    """
     value = as_python(value)
     if is_list(value) and depth < _DEEPEST:
         return tuple(_normalize_option(name, one, depth + 1) for one in value)

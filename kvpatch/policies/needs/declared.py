@@ -23,7 +23,7 @@ _NOW = {
     "note": "needs = (LastUses(),), or a class of your own with step()",
     "fold": "needs = (WindowAttention(32, fold=...),)",
 }
-"""Members of scores before there were needs, which nobody would read any more, and what to write for them."""
+"""Attributes by which scores of earlier versions said what they read, which are refused, and the needs to write instead."""
 
 
 class Needs(tuple[AnyNeed, ...]):
@@ -95,7 +95,7 @@ class Needs(tuple[AnyNeed, ...]):
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
         """Statistics that the needs make of attention, each with the name by which kernels compute it, or None."""
-        several = len({one.decay for one in self.sums} - {1.0}) > 1  # kernels know one factor
+        several = len({one.decay for one in self.sums} - {1.0}) > 1  # kernels know one factor of decay beside 1
         return tuple((name, None if several else kernel) for need in self for name, kernel in need.kernels)
 
     @property
@@ -115,7 +115,7 @@ class Needs(tuple[AnyNeed, ...]):
         return any(one.across_layers for one in self.sums)
 
     def temperature(self, step: int | Tensor, length: int | Tensor | None) -> float | Tensor:
-        """Return the temperature of the statistics at a decode step: see NoisySums.temperature."""
+        """Return the temperature of the statistics' softmax at a decode step, by NoisySums.temperature; 1.0 without it."""
         noisy = self.find(NoisySums)
         return 1.0 if noisy is None else noisy.temperature(step, length)
 

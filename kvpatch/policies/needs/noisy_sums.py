@@ -57,7 +57,8 @@ class NoisySums(Sums):
         """Return the temperature tau that divides noisy logits before their softmax, for `Needs.temperature`.
 
         Args:
-            step: number of the decode step; 0 for the rows of the prompt.
+            step: number of the decode step; 0 for the rows of the prompt. A tensor if batch rows have taken different numbers
+                of steps, or the step is compiled.
             length: number of new tokens that generate() was asked for; None without generate().
         """
         first, last = self.tau

@@ -31,7 +31,7 @@ class WindowAttention(Need[Tensor]):
 
     Attributes:
         width: query rows of the window.
-        fold: what each block of a prompt's rows is to the keys [N,M], in place of the mean.
+        fold: fold(rows) returns what a block of the window's rows gives each key [N,M], in place of the mean attention.
         join: "max" or "sum", how the folds of several blocks are joined.
         protected: whether the window's own tokens are kept.
     """
@@ -88,20 +88,21 @@ class WindowAttention(Need[Tensor]):
 
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
-        return ()  # those of decode steps write it
+        return ()  # nothing beside attention: kernels of decode steps write "observed" themselves
 
     def view(self, context: EvictionContext) -> Tensor:
         return context.state["observed"]
 
 
 def _make_now(name: str, make: Callable[[], Tensor]) -> Tensor:
+    """Return make(), in place of `PromptRead.once`, where a tensor is not shared by the layers."""
     return make()
 
 
 def pick_rows(q_BHGQD: Tensor, lse_BHGQ: Tensor | None, index_BR: Tensor) -> tuple[Tensor, Tensor | None]:
     """Pick a prompt's queries at R columns of each row, [B,H,G,R,D], and their log-sum-exps, to compute attention of some rows.
 
-    `WindowAttention.read` and `_sum_rows` (of a sample) call it.
+    `WindowAttention.read` calls it, and `_sum_rows` of attention/prefill.py for a sample of rows.
     """
     b = torch.arange(len(index_BR), device=index_BR.device)[:, None]
     q = rearrange(rearrange(q_BHGQD.detach(), "b h g q d -> b q h g d")[b, index_BR], "b r h g d -> b h g r d")
