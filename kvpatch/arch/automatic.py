@@ -115,7 +115,7 @@ def _judge_rows(
 ) -> InterfaceAdapter | KVPatchError:
     """Return the first derived row (adapter) under which a model's tiny twin passes the checks; if none, the error to raise.
 
-    `_find_verdict` calls it, and remembers the result.
+    `_find_verdict` calls it, and remembers the result. attentions: the model's attention modules, from which rows are derived.
     """
     failures = list[tuple[str, str]]()
     # try what a module's attributes do not tell: that positions follow the padding mask, that all layers have a window which is

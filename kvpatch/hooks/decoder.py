@@ -169,8 +169,8 @@ def _check_batch(
 ) -> Tensor | None:
     """Check, for `_begin_pass`, that a cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
 
-    seen: columns that the cache has read. copy_per_row: it is a copy of a prefix (a text read before, from which several texts
-    start); its one row is then repeated here for each of the B rows. prompt_len: columns of a prompt that generate() announced.
+    seen: columns that the cache has read. `copy_per_row`: it is a copy of a prefix (a text read before, which others begin
+    with); its one row is then repeated here for each of the B rows. `prompt_len`: the prompt's columns, if generate() told it.
     """
     B, Q = tokens.shape[:2]
     cache.refuse_unfinished()

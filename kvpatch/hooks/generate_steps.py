@@ -176,7 +176,7 @@ def _only_computes(module: nn.Module) -> bool:
 
 
 def _describe(value: object) -> object:
-    """Return a module's attribute in a form that `describe_model` can compare later: values and containers, else the id."""
+    """Return the `value` of a module's attribute in a form that `describe_model` can compare later; of most objects the id."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

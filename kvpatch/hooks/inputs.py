@@ -154,6 +154,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
     if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
         return
     real_BT = mask_BT.bool()
+    # true where a token stands at this column or before it, and at this column or after it
     begun_BT, goes_on_BT = real_BT.cumsum(-1) > 0, real_BT.flip(-1).cumsum(-1).flip(-1) > 0
     if bool((~real_BT & begun_BT & goes_on_BT).any()):
         raise KVPatchError(
@@ -203,7 +204,7 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
 def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
     """Raise KVPatchError before a pass for position_ids of another shape or dtype, for `check_positions` and `begin_replay`.
 
-    learned: they index the model's table of positions, so none may be negative.
+    given: position_ids of any kind, or None. learned: they index the model's table of positions, so none may be negative.
     """
     if given is None:
         return

@@ -82,7 +82,7 @@ def _refuse_other_positions(
 
 
 def _refuse_too_many(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
-    """Raise KVPatchError, for `check_positions`, if a pass needs more positions than the model has (limit)."""
+    """Raise KVPatchError, for `check_positions`, if Q new tokens need more positions than the model has (limit; None: any)."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return
     last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1

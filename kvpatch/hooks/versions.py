@@ -51,7 +51,7 @@ def _find_next_release(minor: str) -> str:
 
 
 def check_engine(transformers: str) -> None:
-    """Raise KVPatchError for a version whose continuous batching cannot be put on a budget.
+    """Raise KVPatchError for a version of transformers whose continuous batching cannot be put on a budget.
 
     `kvpatch serve` calls it before it loads a model, `init_continuous_batching` for each engine.
     """

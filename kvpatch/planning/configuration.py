@@ -59,6 +59,7 @@ def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
+        """Call `read` with the same arguments; turn an error that a value causes into a KVPatchError."""
         try:
             return read(config, *told)
         except KVPatchError:
