@@ -199,7 +199,7 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find, for `patched`, what to change: decoder, attention modules. Under untested versions try the class on a tiny model.
+    """Find the parts of a model to change, for `patched`. Under untested versions check its class on a tiny model (a twin).
 
     That trial (`prove_class`) is left out for a model that is patched already, which `Target.find` refuses. Changes nothing.
     """

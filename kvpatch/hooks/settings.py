@@ -181,9 +181,9 @@ def _parse_budgets(
 
 
 def _resolve_protected(policy: Policy, target: Target) -> Policy:
-    """Return, for `settings_of`, the policy with `protect=` "image" (or "text") made the model's image tokens (or all others).
+    """Return the policy, for `settings_of`, with protect="image" replaced by the ids of the model's image tokens.
 
-    Other policies come back as they are.
+    protect="text" is replaced by all ids but these. A policy with another `protect` comes back as it is.
     """
     kind = policy.scope.protect
     if not isinstance(kind, str) or policy.scope.keeps_system:

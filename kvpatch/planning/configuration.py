@@ -220,7 +220,7 @@ class Configuration:
         These are Gemma 4, of which older files lack that entry (layers of full attention have wider heads), and MiMo, whose
         layers with a window have twice the KV heads. window: of the layer, or None.
         """
-        by_layer = {int(number): values for number, values in (self.get("per_layer_config") or {}).items()}  # "05", beside "11"
+        by_layer = {int(number): values for number, values in (self.get("per_layer_config") or {}).items()}  # such as "05"
         values = by_layer.get(index, {})
         if self.kind in _WIDER_FULL and window is None and "per_layer_config" not in self.values:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
