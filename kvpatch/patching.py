@@ -210,7 +210,7 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
         target = Target.find(model, auto=auto)
     except KVPatchError as error:
         raise KVPatchError(f"{untested}: {remedy} if this worked before. {error}") from error
-    if not any(isinstance(adapter, AutomaticAdapter) for _, adapter in target.attentions):  # checked so already
+    if not any(isinstance(adapter, AutomaticAdapter) for _, adapter in target.attentions):  # these were checked on a twin
         prove_class(target.decoder, [module for module, _ in target.attentions], untested, remedy)
     return target
 

@@ -102,7 +102,7 @@ def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
 def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
     """Raise KVPatchError, for `_begin_pass` and `begin_replay`, if a pass asks for what no budget allows.
 
-    It must not attend to later tokens or to an encoder, nor return the keys and values of all tokens.
+    A pass must not attend to later tokens or to an encoder, nor return the keys and values of all tokens.
     """
     if call.get("return_shared_kv_states"):
         raise KVPatchError(

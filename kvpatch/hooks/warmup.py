@@ -38,9 +38,9 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
 
 
 def _choose_length(state: PatchState, tokens: int | None) -> int:
-    """Return the length of `warm_up`'s made-up prompt, which is above the budgets of all layers, so that each evicts.
+    """Return the length of `warm_up`'s made-up prompt, which should be above the budgets of all layers, so that each evicts.
 
-    It is `tokens`; if None, TOKENS or, if more, twice the tokens that a layer keeps, within the model's number of positions.
+    It is `tokens`; if None, TOKENS or, if more, twice the tokens that a layer keeps, but no more than the model has positions.
 
     Raises:
         KVPatchError: `tokens` is within a layer's budget.

@@ -245,7 +245,7 @@ class Configuration:
             return list(types)
         names = "attn_layer_period", "full_attention_interval", "layer_group_size"
         period, offset = self.get(*names), self.get("attn_layer_offset")
-        if period and self.kind != "zamba":  # whose first layers are others
+        if period and self.kind != "zamba":  # zamba's first layers do not follow the period
             attention_index = period - 1 if offset is None else offset
             return ["full_attention" if i % period == attention_index else "linear_attention" for i in range(n)]
         if (chosen := self.get("attn_layer_indices", "full_attn_idxs")) is not None:
@@ -254,7 +254,7 @@ class Configuration:
         if numbers is not None:
             return ["full_attention" if i + 1 in numbers else "linear_attention" for i in range(n)]
         if self.kind == "falcon_h1":
-            return ["hybrid"] * n
+            return ["hybrid"] * n  # each layer has attention and a state
         if self.kind in _NAMED or any("mamba" in name or name.startswith("ssm_") for name in self.values):
             raise KVPatchError(
                 f"The config.json of {self.name} (model_type {self.kind}) does not say layer_types, the kind of each of its "
