@@ -199,7 +199,7 @@ class patched:
 
 
 def _find_target(model: nn.Module, auto: bool) -> Target:
-    """Find, for `patched`, what to change: decoder, attention modules. Under untested versions try the class on a tiny model.
+    """Find the parts of a model to change, for `patched`. Under untested versions check its class on a tiny model (a twin).
 
     That trial (`prove_class`) is left out for a model that is patched already, which `Target.find` refuses. Changes nothing.
     """
@@ -210,7 +210,7 @@ def _find_target(model: nn.Module, auto: bool) -> Target:
         target = Target.find(model, auto=auto)
     except KVPatchError as error:
         raise KVPatchError(f"{untested}: {remedy} if this worked before. {error}") from error
-    if not any(isinstance(adapter, AutomaticAdapter) for _, adapter in target.attentions):  # checked so already
+    if not any(isinstance(adapter, AutomaticAdapter) for _, adapter in target.attentions):  # these were checked on a twin
         prove_class(target.decoder, [module for module, _ in target.attentions], untested, remedy)
     return target
 

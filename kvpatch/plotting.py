@@ -263,7 +263,7 @@ def _write_legend(figure: Figure, marks: Marks, title: str) -> None:
 
 
 def save(figure: Figure, path: str | PathLike[str]) -> None:
-    """Write a picture to the file that a user names, for `Report.plot` and commands. Raises KVPatchError if it cannot."""
+    """Write a picture to the file that a user names, for `Report.plot` and commands; raise KVPatchError if that fails."""
     target = Path(path)
     if not target.parent.is_dir():
         raise KVPatchError(f"path={str(path)!r}: the folder {str(target.parent)!r} does not exist.")

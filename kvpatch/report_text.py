@@ -74,7 +74,8 @@ def format_budget(name: str, schedule: str, ks: Sequence[Any]) -> str:
 def format_sized(given: str, schedule: str, answers: int, name: str, ks: Sequence[Any]) -> str:
     """Write the budget, for `Report._list_rows`, in tokens; where the user gave a size in bytes (`given`), that comes first.
 
-    answers: bytes of generated tokens that are kept in addition. name, ks: the policy, and the budgets of its layers.
+    schedule: "prompt", if generated tokens are not counted in the budget; answers: their bytes. name, ks: the policy, and the
+    budgets of its layers.
     """
     counted = format_budget(name, schedule, ks)
     if not given:
@@ -98,7 +99,7 @@ def _format_budget(k: Any) -> str:
 def format_held(nbytes: int, full: int, peak: int) -> str:
     """Write a cache's bytes, for `Report`: their share of a full cache's bytes, those of free slots, and the most so far.
 
-    full: bytes of a cache that keeps everything; 0 if nothing was read. peak: 0 leaves the most out.
+    nbytes: allocated. full: bytes of a cache that keeps everything; 0 if nothing was read. peak: 0 leaves the most out.
     """
     spare = max(nbytes - full, 0) if full else 0
     share = f"{(nbytes - spare) / full:.0%}" if full else "nothing read"

@@ -115,13 +115,13 @@ def _judge_rows(
 ) -> InterfaceAdapter | KVPatchError:
     """Return the first derived row (adapter) under which a model's tiny twin passes the checks; if none, the error to raise.
 
-    `_find_verdict` calls it, and remembers the result.
+    `_find_verdict` calls it, and remembers the result. attentions: the model's attention modules, from which rows are derived.
     """
     failures = list[tuple[str, str]]()
     # try what a module's attributes do not tell: that positions follow the padding mask, that all layers have a window which is
     # in the mask alone, that queries are scaled before attention
     for scaled, slides, from_mask in itertools.product((False, True), repeat=3):
-        if scaled and "set scale=" not in failures[0][0]:  # the first failure was not about the scale
+        if scaled and "set scale=" not in failures[0][0]:  # `compare` did not find another scale in the first trial
             break
         row = derive_adapter(attentions, decoder, positions_from_mask=from_mask, slides=slides, scaled=scaled)
         try:

@@ -98,7 +98,7 @@ class BoundAdapter:
         """Return the mean of the rotary matrices [B,1,D,D] at the next F positions, `places_BF`.
 
         `Call.mean_rotation` calls it: policies that score keys by expected later queries multiply the mean unrotated query by
-        it. like: a tensor of its dtype and device. table: cosines and sines by position.
+        it. like: a tensor of the dtype and on the device of the result. table: cosines and sines by position.
         """
         limit = self.adapter.max_positions(getattr(self.attn, "config", None))
         places_BF = places_BF if limit is None else places_BF.clamp(max=limit - 1)  # beyond the model's table its last one

@@ -26,7 +26,7 @@ class FalconAdapter(LlamaAdapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to heads, for `run`; with rotary positions rotate queries and keys, with ALiBi do not."""
+        """Project hidden states to queries, keys and values, for `run`; rotate the first two, unless positions are ALiBi's."""
         if attn.config.alibi:
             return self.project_unrotated(attn, hidden_BQE)
         return super().project(attn, hidden_BQE, position_embeddings)

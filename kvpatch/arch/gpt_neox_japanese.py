@@ -26,7 +26,7 @@ class GPTNeoXJapaneseAdapter(LlamaAdapter):
     def project(
         self, attn: Any, hidden_BQE: Tensor, position_embeddings: tuple[Tensor, Tensor], **_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Project hidden states to heads, for `run`, and rotate the first `rotary_ndims` channels of queries and keys."""
+        """Project hidden states to queries, keys and values, for `run`; rotate the first `rotary_ndims` channels of q and k."""
         q, k, v = self.project_unrotated(attn, hidden_BQE)
         n = attn.rotary_ndims  # channels that turn
         turned = source_module(attn).apply_rotary_pos_emb(q[..., :n], k[..., :n], *position_embeddings)

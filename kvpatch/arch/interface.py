@@ -222,7 +222,7 @@ class InterfaceAdapter(Adapter):
         `run` calls it in each pass. asked: the module's keyword arguments to its attention function.
         """
         window = self.sliding(attn)
-        # some families pass the window in the mask alone, as all do with chunks; a known dropout is refused before
+        # some families pass the window in the mask alone, as all do with chunks; a dropout that the adapter knows was refused
         asked = {"sliding_window": window, "dropout": 0.0, **asked}
         for what, name, mine in (
             ("scale", "scaling", self.scale(attn)),

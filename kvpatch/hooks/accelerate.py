@@ -162,7 +162,7 @@ def list_parts(tensor: Tensor) -> Iterator[Tensor]:
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
-    for name in tensor.__tensor_flatten__()[0]:
+    for name in tensor.__tensor_flatten__()[0]:  # the attributes that are its inner tensors
         part = getattr(tensor, name)
         if isinstance(part, Tensor):
             yield from list_parts(part)

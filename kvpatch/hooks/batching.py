@@ -76,7 +76,8 @@ def wrap_init_batching(state: PatchState, decoder: str, own: OwnMethod, placehol
     ) -> Any:
         """Return the manager of this model's requests, for the user or generate_batch(); each request has a budget.
 
-        Under policy "full" (`transparent`) it is transformers' own manager, unless there are `conversations` or `messages`.
+        Under policy "full" (`transparent`) it is transformers' own manager, unless there are `conversations` or `messages`. The
+        first three arguments are those of transformers; tokenizer: for stop strings, by default the one in `_TOKENIZER`.
         """
         if state.settings.transparent and conversations is None and not messages:
             return own(self)(generation_config, continuous_batching_config, workload_hints)
@@ -118,10 +119,10 @@ def _limit_positions(model: Any, state: PatchState) -> tuple[int | None, str]:
 
 
 def _find_prefix(decoder: nn.Module, prefixes: Prefixes, ids: Sequence[int]) -> Prefix | None:
-    """Return the longest prefix (a text read before, for others to go on from) that a request's text begins with.
+    """Return the longest prefix (a text read before, for others to go on from) with which a request's text, `ids`, begins.
 
     `RequestPool.find_prefix` is this function; the engine's admission calls it for each request it takes in. None if there is
-    no such prefix, or if a model with other weights or adapters than `decoder` has read it.
+    no such prefix, or if a model with other weights or adapters than `decoder` has read it. prefixes: those of the patch.
     """
     prefix = prefixes.longest(ids)
     if prefix is None or prefix.model_stamp is None:

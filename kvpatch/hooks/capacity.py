@@ -57,8 +57,8 @@ def round_capacities(cache: EvictingCache) -> None:
 def _follows_prompt(cache: EvictingCache, index: int) -> bool:
     """Tell if a layer's slots are to be rounded up for a graph: their number depends on the prompt's length, and can grow.
 
-    `round_capacities` asks before a decode step is captured. Left out: ragged layers, whose heads have different numbers of
-    slots, which depend on the text itself, and layers whose `storage` is the pages of a serving engine.
+    `round_capacities` asks before a decode step is captured; index: of the layer in the cache. Left out: ragged layers, whose
+    heads have different numbers of slots, which depend on the text itself, and layers whose `storage` is an engine's pages.
     """
     layer, rule = cache.layers[index], cache.settings.rules[index]
     if not isinstance(layer.kv, DenseSlots) or layer.storage is not None:

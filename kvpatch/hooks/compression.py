@@ -60,7 +60,7 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
     """Evict from each layer of `cache` in place, for `compress_past`, with the code that ends a prompt in a forward pass.
 
     No queries are at hand. Policies that score by them are refused, unless they read the prompt a second time: then layers do
-    not evict here but later, in `read_again`.
+    not evict here but later, in `read_again`. devices: that of each layer.
     """
     shapes, now = target.shapes(), cache.current_pass
     for layer, (module, adapter) in enumerate(target.attentions):
@@ -73,7 +73,7 @@ def _end_prompt(target: Target, cache: EvictingCache, devices: list[torch.device
 
 
 def _take_entries(past: EvictingCache) -> tuple[DynamicCache, Tensor]:
-    """Return a copy of keys and values, and the padding mask [B,T], of an EvictingCache, for `compress_past`.
+    """Return (copy, mask) of an EvictingCache, for `compress_past`: its keys and values, and its padding mask [B,T].
 
     Raises:
         KVPatchError: it may have evicted something, or is empty.

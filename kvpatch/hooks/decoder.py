@@ -169,8 +169,8 @@ def _check_batch(
 ) -> Tensor | None:
     """Check, for `_begin_pass`, that a cache, rows and padding mask go together; return the mask [B,seen+Q], or None.
 
-    seen: columns that the cache has read. copy_per_row: it is a copy of a prefix (a text read before, from which several texts
-    start); its one row is then repeated here for each of the B rows. prompt_len: columns of a prompt that generate() announced.
+    seen: columns that the cache has read. `copy_per_row`: it is a copy of a prefix (a text read before, which others begin
+    with); its one row is then repeated here for each of the B rows. `prompt_len`: the prompt's columns, if generate() told it.
     """
     B, Q = tokens.shape[:2]
     cache.refuse_unfinished()
@@ -279,11 +279,11 @@ def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, 
     if tokens is None or call.get("output_attentions") or custom or call.get("encoder_hidden_states") is not None:
         return False  # with nothing changed; the untraced hook, which runs then, raises the error
     if decoder.training:
-        return False  # gradient checkpointing may remove the cache, which only the untraced hook's mask can tell
+        return False  # gradient checkpointing may take the cache away, which only the mask of an untraced pass shows
     if not has_overrides(decoder, state.overrides, ours=True):
         return False  # the model's own code has run since the last pass under the patch
     if not compiled.can_trace(cache, tokens.shape[0], tokens.shape[1]):
-        return False
+        return False  # no decode step of which all tensors keep their shape and memory
     if cache.rows.concatenated and not cache.settings.renumbered:
         inputs.give_position_ids(call, cache, 1, mask, state)
     # sets `cache.now`, and counts the tokens on the device

@@ -39,7 +39,7 @@ def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[i
 def _read_edit(
     reader: nn.Module, state: PatchState, cache: EvictingCache, call: dict[str, Any], edit: Edit, places_Q: Any
 ) -> None:
-    """Run the decoder over the tokens that replace a span, at positions `places_Q`; then sort each head's slots by position.
+    """Run the decoder (`reader`) over the tokens that replace a span, at positions `places_Q`; then sort slots by position.
 
     `replace_span` calls it once the replaced tokens are gone. call: the decoder's arguments, which are updated. edit: positions
     at which the new tokens begin and end, and how many positions were inserted for them.

@@ -105,7 +105,7 @@ class GenerateSteps:
         replays = graph.replays
         try:
             logits = graph.step(inputs, cache)
-        except NotCaptured:
+        except NotCaptured:  # raised before anything has changed
             return None
         output, self._output = self._output, None
         if logits is None:
@@ -150,7 +150,7 @@ def describe_model(model: nn.Module, device: torch.device, changing: Mapping[str
     `GenerateSteps._find_graph` compares it before each generate(): graphs of a model that has changed are dropped. changing:
     names of attributes that passes change themselves.
     """
-    # someone watches all modules or operations of the process (a profiler, say), and would see nothing of a replayed step
+    # watched: someone observes all modules or operations of the process (as profilers do), and would not see a replayed step
     watched = (
         torch._C._len_torch_dispatch_stack() or module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks
     )
@@ -176,7 +176,7 @@ def _only_computes(module: nn.Module) -> bool:
 
 
 def _describe(value: object) -> object:
-    """Return a module's attribute in a form that `describe_model` can compare later: values and containers, else the id."""
+    """Return the `value` of a module's attribute in a form that `describe_model` can compare later; of most objects the id."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

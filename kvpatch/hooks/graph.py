@@ -66,7 +66,7 @@ class _Captured:
     def goes_on(self, inputs: Inputs, cache: EvictingCache) -> bool:
         """Tell if the next step can be replayed without a check of the cache: nobody has read or changed it since the last."""
         alike = self.owner() is cache and cache.seen_B is self.seen_B and _shapes(inputs) == _shapes(self.inputs)
-        untouched = self.left > 0 and cache.counters.has_uncounted_steps  # the latter ends when anyone reads the cache
+        untouched = self.left > 0 and cache.counters.has_uncounted_steps  # the latter is False once anyone reads the cache
         return untouched and alike and not is_autocasting(inputs["input_ids"].device.type)
 
     def holds(self, cache: EvictingCache) -> bool:
@@ -175,7 +175,7 @@ class StepGraph:
     def _find_captured(self, inputs: Inputs, cache: EvictingCache) -> _Captured | None:
         """Find or capture the graph for `step`, and move the cache's tensors into it; None: the caller runs the step itself.
 
-        It returns None for the first step of a kind (with these shapes and `_facts`), and if the capture fails, as the last.
+        None for the first step of a kind (with these shapes and `_facts`), and if the capture fails: no other is tried then.
         """
         round_capacities(cache)
         kind = (_shapes(inputs), _facts(cache))

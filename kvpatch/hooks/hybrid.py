@@ -63,7 +63,7 @@ def with_readers(stack: Stack | None, numbers: dict[nn.Module, int]) -> Stack | 
 def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[nn.Module, int]:
     """Return each attention module's layer number, which orders cache layers: `layer_idx`, or the place in the module list.
 
-    `Target.find` calls it before a model is patched.
+    `Target.find` calls it before a model is patched. attentions: modules of the decoder.
     """
     names, numbers = {module: name for name, module in decoder.named_modules()}, dict[nn.Module, int]()
     for attn in attentions:
@@ -75,8 +75,8 @@ def layer_numbers(decoder: nn.Module, attentions: Sequence[nn.Module]) -> dict[n
 def find_state_modules(decoder: nn.Module, stack: Stack, attentions: Sequence[nn.Module]) -> dict[int, nn.Module]:
     """Return, by layer number, the module that keeps the recurrent state of each such layer of a hybrid.
 
-    `Target.state_devices` calls it, and `Target.list_mixers` for `kvpatch check`. attentions: these are left out. Of nested
-    modules with one `layer_idx` the innermost is returned.
+    `Target.state_devices` calls it, and `Target.list_mixers` for `kvpatch check`. stack: which layers have a state. attentions:
+    modules that are left out, since they keep keys. Of nested modules with one `layer_idx` the innermost is returned.
     """
     numbers, found = dict(stack.states), dict[int, nn.Module]()
     for module in decoder.modules():

@@ -37,8 +37,9 @@ def stamp_model(decoder: nn.Module) -> ModelStamp:
     layout = hash(tuple([(weight.dtype, weight.shape) for weight in weights]))
     with torch.no_grad():
         for weight in weights:
-            if weight.is_meta:
+            if weight.is_meta:  # its numbers are elsewhere (offloaded)
                 continue
+            # inference tensors have no counter of changes
             versions.append(0 if weight.is_inference() else weight._version)
             for part in (weight,) if type(weight) in _PLAIN else list_parts(weight):
                 if part.numel():

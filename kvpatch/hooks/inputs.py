@@ -102,7 +102,7 @@ def find_tokens(call: dict[str, Any], decoder: Any) -> Tensor | None:
 def refuse_pass(call: dict[str, Any], decoder: Any) -> None:
     """Raise KVPatchError, for `_begin_pass` and `begin_replay`, if a pass asks for what no budget allows.
 
-    It must not attend to later tokens or to an encoder, nor return the keys and values of all tokens.
+    A pass must not attend to later tokens or to an encoder, nor return the keys and values of all tokens.
     """
     if call.get("return_shared_kv_states"):
         raise KVPatchError(
@@ -157,6 +157,7 @@ def refuse_gaps(mask_BT: Tensor | None, cache: EvictingCache, Q: int) -> None:
     if mask_BT is None or stack is None or not stack.states or not (Q > 1 or at_hand(mask_BT)):
         return
     real_BT = mask_BT.bool()
+    # true where a token stands at this column or before it, and at this column or after it
     begun_BT, goes_on_BT = real_BT.cumsum(-1) > 0, real_BT.flip(-1).cumsum(-1).flip(-1) > 0
     if bool((~real_BT & begun_BT & goes_on_BT).any()):
         raise KVPatchError(
@@ -206,7 +207,7 @@ def drop_read(call: dict[str, Any], again: int, Q: int) -> Tensor:
 def check_position_ids(given: object, B: int, Q: int, learned: bool) -> None:
     """Raise KVPatchError before a pass for position_ids of another shape or dtype, for `check_positions` and `begin_replay`.
 
-    learned: they index the model's table of positions, so none may be negative.
+    given: position_ids of any kind, or None. learned: they index the model's table of positions, so none may be negative.
     """
     if given is None:
         return

@@ -103,7 +103,7 @@ class Installation:
             self._install_generate(generator, self._mark_module(generator))
 
     def _install_generate(self, generator: nn.Module, mark: Mark) -> None:
-        """Wrap a model's generate() and methods that it calls, for `_change_model`; drop what the model has compiled before."""
+        """Wrap generate() of a model (`generator`) and methods that it calls, for `_change_model`; drop what is compiled."""
         state, changes = self.state, dict[str, object]()  # new values of the model's attributes; MISSING removes one
         state.generators.add(generator)
         originals = {name: own_method(generator, name, vars(generator).get(name)) for name in METHODS}

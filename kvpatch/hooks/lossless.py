@@ -57,7 +57,7 @@ def check_lossless(lossless: object, folder: object) -> Path | None:
     tokens from a budgeted cache, and verifies them with the full one.
 
     Raises:
-        KVPatchError: they are no truth value and no folder, or a folder is given to a patch that is not lossless.
+        KVPatchError: `lossless` is not True or False, `folder` is no existing folder, or it is given without lossless=True.
     """
     if isinstance(lossless, str | PathLike):
         raise KVPatchError(
@@ -192,7 +192,7 @@ class Drafter(CandidateGenerator):
             logits_1V = self.processors(text, logits_1V) if self.processors else logits_1V
             token = logits_1V.softmax(-1).multinomial(1) if self.samples else logits_1V.argmax(-1, keepdim=True)
             longer = torch.cat([text, token.to(text.device)], 1)
-            if bool(self.criteria(longer, (*logits, logits_1V)).all()):  # the token ends the text: no draft holds such a one
+            if bool(self.criteria(longer, (*logits, logits_1V)).all()):  # the token ends the text: the verifying pass writes it
                 break
             text, logits = longer, [*logits, logits_1V]
         self.drafted = len(logits)

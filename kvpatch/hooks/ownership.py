@@ -22,7 +22,7 @@ def require_evicting_cache(past: object) -> EvictingCache:
     if isinstance(past, EvictingCache):
         return past
     kind = type(past).__name__
-    if not isinstance(past, Cache):
+    if not isinstance(past, Cache):  # a tuple of keys and values, as older versions of transformers took
         made = "patch.new_cache(DynamicCache(past)), unless the policy scores by attention" if past else "patch.new_cache()"
         raise KVPatchError(f"{CACHE} is a {kind}, which transformers takes no more: give {made}.")
     if past.get_seq_length() == 0:

@@ -75,7 +75,7 @@ class TextRecord:
         """Tell if tokens of this pass of Q columns, which reads a prompt or its end, attend to what an eviction left.
 
         `RunLog.begin` calls it where such a pass begins. Changes `prompt_evicted`, and at the prompt's end `base` (columns up
-        to there) and `steps_to_eviction`. Under block= the prompt is attended block by block.
+        to there) and `steps_to_eviction`. now: facts about the pass. Under block= the prompt is attended block by block.
         """
         settings, seen = cache.settings, cache.columns_read
         acted = self.prompt_evicted = self.prompt_evicted or seen - self.base > self.steps_to_eviction

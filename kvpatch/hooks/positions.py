@@ -40,9 +40,9 @@ def check_positions(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, 
 def place_tokens(call: dict[str, Any], cache: EvictingCache, tokens: Tensor, columns: int, state: PatchState) -> None:
     """Set the position_ids of a pass that has begun, where the cache decides them, and note in the cache what positions count.
 
-    `_begin_pass` calls it. They count padding, too, where the caller gives no position_ids for a padded batch
-    (`rows.by_columns`), as in the unpatched model. columns: tokens that the cache had seen before the pass. renumbered: keys
-    are cached unrotated and rotated later, by their rank among the keys held.
+    `_begin_pass` calls it. If the caller gives no position_ids for a padded batch, positions count padding too, as in the
+    unpatched model (`rows.by_columns`). columns: how many the cache had read before the pass. `renumbered`: keys are cached
+    unrotated and rotated later, by their rank among the keys held.
     """
     renumbered, takes = cache.settings.renumbered, "position_ids" in state.decoder_parameters
     # a model that derives positions from the padding mask, which the patch withholds from it
@@ -82,7 +82,7 @@ def _refuse_other_positions(
 
 
 def _refuse_too_many(cache: EvictingCache, Q: int, position_ids: Tensor | None, limit: int | None) -> None:
-    """Raise KVPatchError, for `check_positions`, if a pass needs more positions than the model has (limit)."""
+    """Raise KVPatchError, for `check_positions`, if Q new tokens need more positions than the model has (limit; None: any)."""
     if limit is None or cache.get_seq_length() + Q <= limit:
         return
     last = cache.get_seq_length() + Q if position_ids is None else int(position_ids.max()) + 1

@@ -42,7 +42,10 @@ class RunLog:
     """
 
     def __init__(self, settings: CacheSettings, lossless: bool = False) -> None:
-        """Begin an empty log of passes, for `PatchState.__init__`, and for `warm_up`, whose passes do not count."""
+        """Begin an empty log of passes, for `PatchState.__init__`, and for `warm_up`, whose passes do not count.
+
+        lossless: the patch's caches keep all tokens, so that no pass gets a warning.
+        """
         self.settings = settings
         self.lossless = lossless  # no warning of a pass in which nothing is evicted
         self.passes = {kind: Passes() for kind in ("training", "no_cache", "prompt", "decode", "full")}
@@ -58,7 +61,10 @@ class RunLog:
     # ---- called by the hooks ----
 
     def count_own_code(self, call: dict[str, Any], training: bool) -> None:
-        """Count a pass that `_enter_decoder` leaves to the model's code, and warn once if the policy would have evicted."""
+        """Count a pass that `_enter_decoder` leaves to the model's code, and warn once if the policy would have evicted.
+
+        call: the decoder's arguments. training: the decoder is in training mode.
+        """
         tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
         if not isinstance(tokens, Tensor) or tokens.ndim < 2 or not tokens.shape[1]:
             return  # the model raises the error
@@ -141,7 +147,7 @@ class RunLog:
         self._note_unused(cache, record)
 
     def warn_not_compared(self, why: str | None) -> None:
-        """Warn once, for `_run_with_cache`, that a text is not compared with what its cache has read. None: it was compared."""
+        """Warn once, for `_run_with_cache`, that a text is not compared with what its cache has read. why: None if it was."""
         with self._lock:
             if why is None or "texts" in self._warned:
                 return
@@ -197,7 +203,7 @@ class RunLog:
     def _count_pass(self, kind: str, count: int, acted: bool, record: TextRecord | None = None) -> None:
         """Count passes of a kind, for `begin`, `count_own_code` and `_catch_up`. acted: the budget acts in them.
 
-        record: of their cache, which was used last then; None leaves that as it is.
+        count: how many. record: of their cache, which is then noted as the one used last; None: no cache is noted.
         """
         with self._lock:
             passes = self.passes[kind]

@@ -74,7 +74,7 @@ def bits_of(bits: object) -> int:
 def check_options(seed: object, block: object, **switches: object) -> None:
     """Raise KVPatchError for values of patched()'s arguments that are wrong for every model.
 
-    `patched` calls it before it looks at the model. switches: arguments that are True or False, by name.
+    `patched` calls it before it looks at the model. seed, block: its arguments. switches: those that are flags, by name.
     """
     if block is not None:
         check_count("block", block, "tokens")
@@ -165,8 +165,9 @@ def _parse_budgets(
     """
 
     def parse(dtype: torch.dtype) -> Budget:
-        # for keys of this dtype. fixed: bytes of the centres that keys are rounded around. extra: a policy that evicts every
-        # `every` steps lets a head hold up to every - 1 tokens over its budget in between
+        """Parse `k` for keys of a dtype, on which the bytes of a token depend."""
+        # fixed: bytes of the centres that keys are rounded around. extra: a policy that evicts every `every` steps lets a head
+        # hold up to every - 1 tokens over its budget in between
         sizes = {"bytes_per_token": target.bytes_per_token(bits, dtype), "fixed": target.bytes_of_centres(bits, dtype)}
         return Budget.parse(k, n_layers=len(target.attentions), **sizes, bounds=bounds, extra=policy.every - 1)
 
@@ -180,9 +181,9 @@ def _parse_budgets(
 
 
 def _resolve_protected(policy: Policy, target: Target) -> Policy:
-    """Return, for `settings_of`, the policy with `protect=` "image" (or "text") made the model's image tokens (or all others).
+    """Return the policy, for `settings_of`, with protect="image" replaced by the ids of the model's image tokens.
 
-    Other policies come back as they are.
+    protect="text" is replaced by all ids but these. A policy with another `protect` comes back as it is.
     """
     kind = policy.scope.protect
     if not isinstance(kind, str) or policy.scope.keeps_system:

@@ -17,6 +17,8 @@ from ..policies.parallel import WHOLE, Parallel
 def parallel_of(model: nn.Module, attentions: list[tuple[nn.Module, Adapter]]) -> Parallel:
     """Return how `model` is shared among processes, for `Target.find`; WHOLE if every process computes all heads.
 
+    attentions: its attention modules, each with its adapter.
+
     Raises:
         KVPatchError: heads cannot be divided evenly, or the sharding is of another kind.
     """

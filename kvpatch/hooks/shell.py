@@ -59,7 +59,7 @@ def before_outer(
 
     torch calls it before each forward of `outer`. None leaves the arguments as they are. A Prefix among the arguments is
     replaced by a cache that starts from it. The model's `rope_deltas` (offsets of positions after images) are set to the
-    cache's.
+    cache's. names: of the parameters of `outer`'s forward, for positional arguments.
     """
     if torch.compiler.is_compiling():
         return None
@@ -86,7 +86,8 @@ def _before_shell(
 ) -> Changed:
     """Begin a pass at a model that makes its decoder's masks: the forward pre-hook of that model, `shell`.
 
-    It takes its decoder's arguments, so that `before_decoder` can change them here. inner: the decoder's name in it.
+    It takes its decoder's arguments, so that `before_decoder` can change them here. inner: the decoder's name in it. names: of
+    the parameters of its forward.
     """
     call, decoder = {**dict(zip(names, args, strict=False)), **kwargs}, shell.get_submodule(inner)
     if not runs_own_code(decoder, call, state):

@@ -88,7 +88,7 @@ class Template:
     def _find_end(self, text: str, messages: list[Message]) -> int:
         """Return the index in a rendered text at which its first messages, `messages`, end: where the next one begins.
 
-        `render` calls it. A template may write the last message otherwise if nothing follows. Then a dummy message is added
+        `render` calls it. A template may write the last message differently if nothing follows. Then a dummy message is added
         once, and twice: the two texts differ by the dummy's length, which tells where it begins. If the template refuses two,
         the end is where the rendered text and the one with one dummy begin to differ.
         """

@@ -35,7 +35,8 @@ def check_versions(transformers: str, torch: str) -> None:
 def find_untested(transformers: str, torch: str) -> tuple[str, str]:
     """Return a sentence that names the versions above the newest tested, and the command that installs tested ones.
 
-    `_find_target` adds them to errors about a model that cannot be patched. Two empty strings where there is none.
+    `_find_target` adds them to errors about a model that cannot be patched. Two empty strings if no installed version, given as
+    the arguments, is above the newest tested.
     """
     installed = {"transformers": transformers, "torch": torch}
     newer = {name: version for name, version in installed.items() if _parse_release(version)[:2] > _parse_release(TESTED[name])}
@@ -51,7 +52,7 @@ def _find_next_release(minor: str) -> str:
 
 
 def check_engine(transformers: str) -> None:
-    """Raise KVPatchError for a version whose continuous batching cannot be put on a budget.
+    """Raise KVPatchError for a version of transformers whose continuous batching cannot be put on a budget.
 
     `kvpatch serve` calls it before it loads a model, `init_continuous_batching` for each engine.
     """

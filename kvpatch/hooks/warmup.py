@@ -38,7 +38,9 @@ def warm_up(target: Target, state: PatchState, tokens: int | None, batch_size: i
 
 
 def _choose_length(state: PatchState, tokens: int | None) -> int:
-    """Return the length of `warm_up`'s made-up prompt: `tokens`, or one above the budgets of all layers, so that each evicts.
+    """Return the length of `warm_up`'s made-up prompt, which should be above the budgets of all layers, so that each evicts.
+
+    It is `tokens`; if None, TOKENS or, if more, twice the tokens that a layer keeps, but no more than the model has positions.
 
     Raises:
         KVPatchError: `tokens` is within a layer's budget.
@@ -57,7 +59,8 @@ def _choose_length(state: PatchState, tokens: int | None) -> int:
 def _read_prompt(target: Target, state: PatchState, length: int, batch_size: int, padding: int) -> None:
     """Read a made-up prompt into a new cache, its first row padded by `padding` columns, and decode STEPS tokens.
 
-    For `warm_up`: the model runs as for a request, so that kernels are compiled. The cache is dropped.
+    `warm_up` calls it: the model runs as for a request, so that kernels are compiled. The cache is dropped. length: columns of
+    the prompt. batch_size: its rows.
     """
     device, cache = target.devices()[0], state.new_cache()
     mask = torch.ones(batch_size, length + STEPS, dtype=torch.long, device=device)

@@ -59,6 +59,7 @@ def refusing_values(read: Callable[..., Read]) -> Callable[..., Read]:
 
     @functools.wraps(read)
     def read_or_refuse(config: Configuration, *told: object) -> Read:
+        """Call `read` with the same arguments; turn an error that a value causes into a KVPatchError."""
         try:
             return read(config, *told)
         except KVPatchError:
@@ -219,7 +220,7 @@ class Configuration:
         These are Gemma 4, of which older files lack that entry (layers of full attention have wider heads), and MiMo, whose
         layers with a window have twice the KV heads. window: of the layer, or None.
         """
-        by_layer = {int(number): values for number, values in (self.get("per_layer_config") or {}).items()}  # "05", beside "11"
+        by_layer = {int(number): values for number, values in (self.get("per_layer_config") or {}).items()}  # such as "05"
         values = by_layer.get(index, {})
         if self.kind in _WIDER_FULL and window is None and "per_layer_config" not in self.values:
             heads = self.get("num_global_key_value_heads") if self.get("attention_k_eq_v") else None
@@ -244,7 +245,7 @@ class Configuration:
             return list(types)
         names = "attn_layer_period", "full_attention_interval", "layer_group_size"
         period, offset = self.get(*names), self.get("attn_layer_offset")
-        if period and self.kind != "zamba":  # whose first layers are others
+        if period and self.kind != "zamba":  # zamba's first layers do not follow the period
             attention_index = period - 1 if offset is None else offset
             return ["full_attention" if i % period == attention_index else "linear_attention" for i in range(n)]
         if (chosen := self.get("attn_layer_indices", "full_attn_idxs")) is not None:
@@ -253,7 +254,7 @@ class Configuration:
         if numbers is not None:
             return ["full_attention" if i + 1 in numbers else "linear_attention" for i in range(n)]
         if self.kind == "falcon_h1":
-            return ["hybrid"] * n
+            return ["hybrid"] * n  # each layer has attention and a state
         if self.kind in _NAMED or any("mamba" in name or name.startswith("ssm_") for name in self.values):
             raise KVPatchError(
                 f"The config.json of {self.name} (model_type {self.kind}) does not say layer_types, the kind of each of its "

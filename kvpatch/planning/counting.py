@@ -76,7 +76,7 @@ def make_counter(shape: Shape, division: Division, budget: Budget, bits: int, it
     """Make the Counter of `plan`: find by which budget and schedule each layer holds tokens; a sliding layer holds its window.
 
     division: when the policy evicts, and how layers and heads share a budget: `beta` is of a pyramid, in which later layers get
-    less, and `protects` counts the newest tokens that every layer keeps.
+    less, and `protects` counts the newest tokens that every layer keeps. bits, itemsize: as in Counter.
     """
     full_layers = [index for index, bound in enumerate(shape.bounds) if bound is None]
     terms = []

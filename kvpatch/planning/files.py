@@ -13,7 +13,10 @@ CONFIG = "config.json"
 
 
 def find_configuration(name: str, revision: str | None = None) -> Configuration:
-    """Read the config.json of a folder, or of a model on the hub, for `plan`. Raises KVPatchError if there is none."""
+    """Read the config.json of a folder, or of a model on the hub, for `plan`; raise KVPatchError if there is none.
+
+    revision: branch, tag or commit on the hub; None is its main branch.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG).is_file():

@@ -163,7 +163,10 @@ def _find_dtype(dtype: str, shape: Shape) -> str:
 
 
 def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype: str) -> Budget:
-    """Convert the `k` of `plan` to a Budget. KVPatchError if `k` is out of range, or a budget that depends on the text."""
+    """Convert the `k` of `plan` to a Budget. KVPatchError if `k` is out of range, or a budget that depends on the text.
+
+    division: when the policy evicts, and how layers and heads share a budget. bits, dtype: of the numbers held.
+    """
     if isinstance(k, Rule) or (isinstance(k, str) and ":" in k):
         raise KVPatchError(
             f"k={k} follows the text, which a plan does not know: give a share such as 0.5 or tokens such as 1024."
@@ -191,8 +194,8 @@ def _parse_budget(k: object, shape: Shape, division: Division, bits: int, dtype:
 def _find_fits(counter: Counter, shape: Shape, room: int, asked: tuple[int, int, int], longest: int | None) -> tuple[Fit, Fit]:
     """Return the requests and tokens that fit into `room` bytes, in full and under the budget, all prompts read at once.
 
-    `plan` calls it. room: bytes that the weights leave. asked: tokens of a prompt, new tokens, requests at a time. longest:
-    tokens of the longest prompt under the policy, None for no limit.
+    `plan` calls it. counter: counts bytes under the budget. room: bytes that the weights leave. asked: tokens of a prompt, new
+    tokens, requests at a time. longest: tokens of the longest prompt under the policy, None for no limit.
     """
     (tokens, new, batch), size = asked, counter.itemsize
 

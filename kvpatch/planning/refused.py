@@ -35,7 +35,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 def refuse_kind(config: Configuration) -> None:
     """Raise KVPatchError, for `plan`, for a type of model that `patched` refuses: one in REFUSED, or an encoder-decoder."""
     for reason, kinds in REFUSED.items():
-        for kind in (config.outer, config.kind):
+        for kind in (config.outer, config.kind):  # of the whole model, and of its part that writes text
             if kind in kinds:
                 raise KVPatchError(
                     f"kvpatch refuses {config.name}: a model of type {kind} has {reason}. Name a decoder that `kvpatch "

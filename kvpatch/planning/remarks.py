@@ -17,7 +17,8 @@ def list_remarks(
 ) -> Iterator[str]:
     """Yield the remarks of a `plan`, each a sentence: what the budget does not change in this model, and what is not counted.
 
-    division: when the policy evicts. values: of config.json. repetition: the policy's second reading of a prompt, or None.
+    division: when the policy evicts. counter: tells if layers share one budget. values: of config.json. repetition: the
+    policy's second reading of a prompt, or None.
     """
     yield from _list_layers(shape)
     if not division.schedule:

@@ -29,7 +29,7 @@ def find_repetition(policy: str, options: Mapping[str, Any]) -> Repetition | Non
     given = merged["instruction"]
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise KVPatchError(f"instruction={given!r:.60} must be token ids: leave it out of the plan, or give a list of them.")
-    # before the first chunk, before later ones, and between either and the text
+    # tokens before the first chunk, before later ones, and between either and the text; a plain list is before every chunk
     parts = given if len(given) == 3 and all(isinstance(part, Sequence) for part in given) else (given, given, ())
     first, later, close = map(len, parts)
     return Repetition(merged["chunk"], first + close, later + close)
