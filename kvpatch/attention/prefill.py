@@ -95,7 +95,7 @@ def _write_columns(call: Call, k_BHQD: Tensor, v_BHQD: Tensor, positions_BQ: Ten
 
 
 def _borrow(call: Call, k_BHQD: Tensor, v_BHQD: Tensor) -> None:
-    """Give the new entries to the lender, the store of all tokens (lossless=True), and append those of earlier tokens from there.
+    """Give new entries to the lender, the store of all tokens (lossless=True), and append those of earlier tokens from there.
 
     `read_prompt` calls it before a prompt's columns are written; `end_prompt` evicts earlier tokens again, down to the budget.
     """
