@@ -66,6 +66,7 @@ class QueryFilter(CalibratedScore):
     calibrated: ClassVar[tuple[str, ...]] = ("direction",)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        """Return each new key's projection on its head's calibrated direction, to store with the token, for `Policy.entry`."""
         direction = self.read_calibration(new)
         return {"projection": (new.k_BHQD.to(direction.dtype) @ direction[None, :, :, None]).squeeze(-1)}
 

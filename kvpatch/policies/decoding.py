@@ -65,6 +65,7 @@ class Recurrence(LastUse):
         return (LastUses(alpha=self.alpha, intervals=True),)
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return minus the steps since each token's last use, over the most steps between two uses [B,H,T]."""
         return (context.state["last_use"] - context.newest_B11).float() / context.state["interval"]
 
 
@@ -138,7 +139,8 @@ class Redundancy(RecentScore):
             raise KVPatchError(f"alike={self.alike!r} must be a cosine in [0, 1], or None to count all keys.")
 
     def value(self, context: EvictionContext) -> Tensor:
-        looks = context.view(LastQueries)
+        """Return the last queries' attention, less each key's redundancy, weighed [B,H,T], for `Policy.eviction_keys`."""
+        looks = context.view(LastQueries)  # logits of the last queries; the group's greatest counts
         attention = self._pool_scores(looks.mean(looks.x_BHGWT.amax(2).softmax(-1)), looks.candidate_BHT, context)
         return self.weight * attention - (1 - self.weight) * self._find_redundancy(context)
 
@@ -192,6 +194,7 @@ class SampledAttention(RecentScore):
     pooling: str | None = "avg"
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return the logarithm of the last queries' attention plus fresh Gumbel noise [B,H,T], for `Policy.eviction_keys`."""
         looks = context.view(LastQueries)
         attention = self._pool_scores(looks.mean(looks.x_BHGWT.softmax(-1).mean(2)), looks.candidate_BHT, context)
         return attention.clamp_min(torch.finfo(attention.dtype).tiny).log() + noise.gumbel(draw_anew(context))

@@ -54,6 +54,7 @@ class Learned(CalibratedScore):
     calibrated: ClassVar[tuple[str, ...]] = ("weight",)
 
     def entry(self, new: NewTokens) -> dict[str, Tensor]:
+        """Return the learned score of each new token, w . features, to store with it, for `Policy.entry`."""
         weight_HF = self.read_calibration(new)
         return {"learned": (list_features(new.k_BHQD, new.v_BHQD, new.positions_BQ) @ weight_HF[None, :, :, None]).squeeze(-1)}
 

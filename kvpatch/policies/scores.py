@@ -171,6 +171,7 @@ class DilatedRecency(Score):
             raise KVPatchError(f"dilation={self.dilation!r} must be a whole number of tokens skipped, 0 to {MAX_POSITION}.")
 
     def value(self, context: EvictionContext) -> Tensor:
+        """Return positions of tokens on the pattern; of others position - newest - 1, which is below 0: [B,H,T]."""
         position = context.positions_BHT
         on_lattice = position % (self.dilation + 1) == 0
         return torch.where(on_lattice, position, position - context.newest_B11 - 1).float()

@@ -128,6 +128,7 @@ class LastQueries(Need[LastLogits]):
         }
 
     def read(self, prompt: PromptRead) -> None:
+        """Put the last queries of a prompt, or a piece of one, into the layer's note, for `read_prompt`."""
         notes, q = prompt.layer.notes, prompt.plain_BHGQD.detach()
         note: NewestQueries = notes.get(self.name) or NewestQueries.make_empty(self.width, q, q.dtype)
         notes[self.name] = note.read(q, prompt.positions_BQ)

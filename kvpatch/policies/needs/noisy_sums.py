@@ -90,6 +90,7 @@ class NoisySums(Sums):
         return {"noise": self._distribute_noise(u).exp()}  # every step uses the exponential
 
     def _distribute_noise(self, u: Tensor) -> Tensor:
+        """Transform uniform numbers `u` to noise of the distribution that the user chose."""
         return noise.gumbel(u) if self.noise == "gumbel" else noise.gaussian(u)
 
 

@@ -83,7 +83,8 @@ class WindowAttention(Need[Tensor]):
         layer.statistic("observed").copy_(attention if self.fold else attention / n_observed.clamp(min=1))
 
     def step(self, step: StepRead) -> None:
-        if step.p_BHGT is not None:
+        """Write a decode step's attention, averaged over the group, to the layer's tensor "observed". `_end_step` calls it."""
+        if step.p_BHGT is not None:  # else kernels have written it
             step.layer.statistic("observed").copy_(step.p_BHGT.mean(2))
 
     @property
