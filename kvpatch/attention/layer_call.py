@@ -434,20 +434,22 @@ class Call(LayerRead):
         return x.masked_fill(~seen, torch.finfo(x.dtype).min), candidate
 
     def attend_to_slots(
-        self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
+        self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, index_BHK: Tensor, real_BHK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute the attention of W queries, whose positions follow those of all used slots, over these slots.
 
         `_RefitAttention.of` calls it as a prompt ends, to fit new values of the tokens to be kept. Returns the outputs
-        [B,H,G,W,D] over all slots that a query sees, and the log-sum-exp [B,H,G,W] over those of `kept_BHT` alone: +inf, for
-        weights of 0, where it sees none. Changes nothing.
+        [B,H,G,W,D] over all slots that a query sees, and the log-sum-exp [B,H,G,W] over the kept slots alone, `index_BHK`; any
+        number for a query that sees none of these. real_BHK: False for entries of `index_BHK` that stand for no slot. Changes
+        nothing.
         """
         x, seen = self._find_logits(q_BHGWD, k_BHTD, positions_BW, self.positions_BHT)
-        x_kept, sees_kept = _mask_seen(x, seen & kept_BHT[:, :, None, None])
-        x, sees_any = _mask_seen(x, seen)
-        p = torch_backend.weigh_logits(x, self.geometry).masked_fill(~sees_any, 0.0)
-        lse = torch_backend.sum_logits(x_kept, self.geometry).masked_fill(~sees_kept[..., 0], torch.inf)
-        return (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]), lse
+        sees_any = seen.any(-1, keepdim=True)
+        x.masked_fill_(~seen & sees_any, -torch.inf)  # the softmax over -inf alone would be NaN
+        p = torch_backend.weigh_logits(x, self.geometry)
+        out = (p.flatten(2, 3) @ v_BHTD).unflatten(2, p.shape[2:4]).masked_fill(~sees_any, 0.0)
+        x_kept = x.take_along_dim(index_BHK[:, :, None, None], -1).masked_fill_(~real_BHK[:, :, None, None], -torch.inf)
+        return out, torch_backend.sum_logits(x_kept, self.geometry)
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
         """Return the attention [B,H,G,W,M] that queries pay to M kept slots, those at `index_BHM`.
@@ -457,7 +459,7 @@ class Call(LayerRead):
         `attend_to_slots`. Changes nothing.
         """
         x, seen = self._find_logits(q_BHGWD, k_BHMD, positions_BW, self.positions_BHT.gather(2, index_BHM))
-        return (x - lse_BHGW[..., None]).masked_fill(~seen, -torch.inf).exp()
+        return x.sub_(lse_BHGW[..., None]).masked_fill_(~seen, -torch.inf).exp_()
 
     def _find_logits(self, q_BHGWD: Tensor, k: Tensor, positions: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits [B,H,G,W,M] of W queries with M keys, and which keys each query sees (bool).
@@ -600,15 +602,6 @@ class Call(LayerRead):
         if cache.shared_score.device != like.device:
             cache.shared_score = cache.shared_score.to(like.device)
         return cache.shared_score
-
-
-def _mask_seen(x_BHGWT: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits with -inf for unseen keys, for `attend_to_slots`; and which query rows see any key.
-
-    Rows that see none stay as they are: the softmax over -inf alone would be NaN.
-    """
-    sees_any = seen.any(-1, keepdim=True)
-    return x_BHGWT.masked_fill(~seen & sees_any, -torch.inf), sees_any
 
 
 def _rank_positions(positions_BHT: Tensor) -> Tensor:

@@ -104,10 +104,12 @@ class _RefitAttention:
     @classmethod
     def of(cls, k_BHTD: Tensor, v_BHTD: Tensor, kept: Kept, layer: LayerRead, asked: RepeatedQueries) -> _RefitAttention:
         """Attend from `asked`, queries of a second reading, to all tokens, for `Refit.values`, before any is evicted."""
-        (B, H, G, W, _), stays_BHT = asked.q_BHGWD.shape, kept.stays_BHT
+        B, H, G, W, _ = asked.q_BHGWD.shape
         v_BHTD = v_BHTD.to(accumulator(v_BHTD.dtype))
         blocks = [  # some queries at a time
-            layer.attend_to_slots(asked.q_BHGWD[:, :, :, block], k_BHTD, v_BHTD, asked.positions_BW[:, block], stays_BHT)
+            layer.attend_to_slots(
+                asked.q_BHGWD[:, :, :, block], k_BHTD, v_BHTD, asked.positions_BW[:, block], kept.index_BHK, kept.real_BHK
+            )
             for block in _split_blocks(W, B * H * G * k_BHTD.shape[2], v_BHTD)
         ]
         out, lse = (torch.cat(parts, 3) for parts in zip(*blocks, strict=True))

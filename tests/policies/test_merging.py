@@ -30,10 +30,11 @@ class Layer:
         )
         self.notes = {"asked": self.asked}
 
-    def attend_to_slots(self, q, k, v, positions, kept):
+    def attend_to_slots(self, q, k, v, positions, index, kept):
         x = torch.einsum("bhgwd,bhtd->bhgwt", q, k)
         real = (positions >= 0)[:, None, None]
-        lse = x.masked_fill(~kept[:, :, None, None], -torch.inf).logsumexp(-1).masked_fill(~real, torch.inf)
+        x_kept = x.take_along_dim(index[:, :, None, None], -1).masked_fill(~kept[:, :, None, None], -torch.inf)
+        lse = x_kept.logsumexp(-1).masked_fill(~real, torch.inf)
         return x.softmax(-1) @ v[:, :, None] * real[..., None], lse
 
     def weigh_slots(self, q, k, positions, index, lse):
@@ -55,7 +56,7 @@ def test_a_refit_without_ridge_gives_what_attention_gave_where_it_can():
     layer, (k, v) = Layer(), entries()
     values = Refit(ridge=1e-7).values(k, v, KEPT, layer)
     q, positions = layer.asked.q_BHGWD, layer.asked.positions_BW
-    outputs, lse = layer.attend_to_slots(q, k, v, positions, KEPT.stays_BHT)
+    outputs, lse = layer.attend_to_slots(q, k, v, positions, KEPT.index_BHK, KEPT.real_BHK)
     x = layer.weigh_slots(q, KEPT.gather(k), positions, KEPT.index_BHK, lse) * KEPT.real_BHK[:, :, None, None]
     left = x @ values[:, :, None] - outputs
     before = x @ KEPT.gather(v)[:, :, None] - outputs

@@ -84,13 +84,13 @@ class LayerRead(Protocol):
         """Return the mean rotation [B,1,1,D,D] of each row's next `future` positions; None if nothing is rotated."""
 
     def attend_to_slots(
-        self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, kept_BHT: Tensor
+        self, q_BHGWD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, positions_BW: Tensor, index_BHK: Tensor, real_BHK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return outputs [B,H,G,W,D] of queries that follow all used slots, and log-sum-exps [B,H,G,W] over kept slots alone.
 
-        `Refit.values` finds new values for kept tokens by it as a prompt ends, before the others go. kept_BHT: bool, slots that
-        stay. k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A query that sees no slot, such as one at
-        position -1, has output 0. One that sees no kept slot has a log-sum-exp of infinity, so that it gives weights of 0.
+        `Refit.values` finds new values for kept tokens by it as a prompt ends, before the others go. index_BHK, real_BHK: as in
+        `Kept`. k_BHTD, v_BHTD: of the used slots. positions_BW: of the queries. A query that sees no slot, such as one at
+        position -1, has output 0. One that sees no kept slot has any log-sum-exp, and `weigh_slots` gives it weights of 0.
         """
 
     def weigh_slots(self, q_BHGWD: Tensor, k_BHMD: Tensor, positions_BW: Tensor, index_BHM: Tensor, lse_BHGW: Tensor) -> Tensor:
