@@ -12,7 +12,7 @@ from ..backends import torch_backend
 from ..backends.dispatch import backend
 from ..backends.protocol import Attended, Keys, Noise
 from ..backends.torch_backend import Observer, ProbabilityRows
-from ..policies import sampling
+from ..policies import own_code, sampling
 from ..policies.context import accumulator
 from ..policies.needs import PromptRead
 from ..policies.needs.base import Fold
@@ -277,6 +277,7 @@ def _score_by_window(
     rows are the pass's last, in their order, which makes a mask cheaper. `limits.observed`: size of the window at the end of
     the prompt, whose tokens get no score by a fold. Changes nothing but `cache.backend_choice`.
     """
+    own_code.check_rows(q_BHGWD, rows_BW)
     choice, arguments = call.cache.backend_choice, (q_BHGWD, keys, rows_BW, call.geometry, lse_BHGW)
     if fold is not None:
         choice.record("statistics", "torch", "kernels sum an observation window's rows, this score folds them")

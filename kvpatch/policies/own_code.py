@@ -36,6 +36,9 @@ def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
     result = _run_method(where, wanted, lambda error: _name_missing_need(error, context), score.value, context)
     if not isinstance(result, Tensor) or result.shape != context.positions_BHT.shape:
         raise KVPatchError(f"{where} returned {_describe_result(result)}: it must return {wanted}.")
+    # looked for only where scores are checked for NaN too: it waits for the device
+    if context.watch is not None and not score.signed and bool(((result < 0) & (context.positions_BHT >= 0)).any()):
+        raise KVPatchError(f"{where} returned a negative number, which its class rules out by signed = False: leave that out.")
     return result
 
 
@@ -98,11 +101,28 @@ def bind_passes(
 def _read_pass(need: AnyNeed, method: str, policy: str, run: Callable[[Any], None], read: PromptRead | StepRead) -> None:
     """Call `run`, the method `read` or `step` of a user's need, with the layer's pass; its errors name the method.
 
-    Layers call it through `bind_passes`. The error of a step that was given no probabilities (p_BHGT) says why.
+    Layers call it through `bind_passes`. The error of a step says what it was not given, probabilities (p_BHGT) or the token's
+    query, key and value, and why.
     """
-    unread = isinstance(read, StepRead) and read.p_BHGT is None
-    hint = f' step.p_BHGT is None: {type(need).__name__}.rows is {need.rows!r}, and "window" asks for it.' if unread else ""
+    name, hint = type(need).__name__, ""
+    if isinstance(read, StepRead) and read.p_BHGT is None:
+        hint += f' step.p_BHGT is None: {name}.rows is {need.rows!r}, and "window" asks for it.'
+    if isinstance(read, StepRead) and read.q_BHGD is None:
+        hint += f" A step of layers that are stepped as one has no queries, keys, values or notes: {name}.alone is False."
     _run_method(_name_method(need, method, policy), "", lambda _: hint, run, read)
+
+
+def check_rows(q_BHGWD: Tensor, rows_BW: Tensor) -> None:
+    """Check the queries that a need gives to `prompt.attention`, and their positions, for `_score_by_window`; change nothing.
+
+    Raises:
+        KVPatchError: the tensors have other axes, or not one position for each query.
+    """
+    if q_BHGWD.ndim != 5 or rows_BW.shape != (q_BHGWD.shape[0], q_BHGWD.shape[3]):
+        raise KVPatchError(
+            "prompt.attention(q, rows) takes queries [B,H,G,W,D] and a position for each row, [B,W], such as "
+            f"prompt.q_BHGQD[:, :, :, -8:] and prompt.rows_BQ[:, -8:]; got {list(q_BHGWD.shape)} and {list(rows_BW.shape)}."
+        )
 
 
 def _run_method(where: str, wanted: str, hint: Callable[[Exception], str], method: Callable[..., Any], *arguments: Any) -> Any:

@@ -18,18 +18,35 @@ GUIDE = (Path(__file__).parents[2] / "docs/extend/policy.md").read_text(encoding
 NAME = "fading_query"
 
 
-@pytest.fixture(scope="module")
-def fading():
-    """The guide's policy, of the definitions of its block alone."""
-    (code,) = (one for one in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if "class FadingQuery" in one)
+def define(word):
+    """Return what the guide's block that defines `word` defines, without its example."""
+    (code,) = (one for one in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL) if f"class {word}" in one)
     names = {}
     exec(code.split('name = "')[0], names)
-    return Policy("fading", names["Fading"](), Scope(sinks=1, recent=0.25))
+    return names
+
+
+@pytest.fixture(scope="module")
+def fading():
+    return Policy("fading", define("FadingQuery")["Fading"](), Scope(sinks=1, recent=0.25))
 
 
 @pytest.fixture
 def model():
     return make("llama_gqa", dtype=torch.float64)
+
+
+@pytest.mark.parametrize("pads", [0, 2])
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_the_guides_peak_of_a_prompt_is_the_mean_of_the_rows_there_are(model, tokens, pads):
+    """So it sums to one over the keys, also where there are fewer rows than it asks for."""
+    ids = prompt(2, tokens)
+    mask = left_pad(ids, [tokens, tokens - pads])
+    with kvpatch.patched(model, Policy("peak", define("FadingPeak")["Peak"](), Scope()), 64):
+        cache = model(ids, attention_mask=mask).past_key_values
+    layer = cache.layers[0]
+    sums = (layer.state["peak"] * (layer.positions >= 0)).sum(-1)
+    assert torch.allclose(sums, torch.ones_like(sums), atol=1e-5)
 
 
 def read(model, patch, ids, steps=5):

@@ -68,6 +68,14 @@ class OldEntry(ListEntry):
 
 
 @dataclass(frozen=True)
+class Negative(Score):
+    signed: ClassVar[bool] = False
+
+    def value(self, context):
+        return -context.positions_BHT.float()
+
+
+@dataclass(frozen=True)
 class MineNeed(Need):
     def entry(self, new):
         return {"mine": new.k_BHQD.norm(dim=-1)}
@@ -112,6 +120,7 @@ MISTAKES = [
     (WideEntry(), r"WideEntry\.entry\(.*'mine' is a tensor of shape \[1, 20\].*\[B,H,Q\] = \[1, 2, 20\]"),
     (OldEntry(), r"OldEntry\.entry\(.*TypeError: .*positional argument.*entry\(self, new\)"),
     (Needing(), r"ListNeed\.entry\(.*returned a list.*dict.*\[B,H,Q\] = \[1, 2, 20\]"),
+    (Negative(), r"Negative\.value\(context\).*returned a negative number.*signed = False: leave that out"),
     *((TakenEntry(one), rf"TakenEntry\.entry\(.*stores '{one}'.*another name") for one in TAKEN),
 ]  # fmt: skip
 
@@ -186,11 +195,13 @@ class Peak(Need):
     def read(self, prompt):
         if self.wrong == "read":
             prompt.layer.statistic("peak").copy_(prompt.positions)
-        prompt.layer.statistic("peek" if self.wrong == "name" else "peak").copy_(
-            prompt.attention(prompt.q_BHGQD[:, :, :, -4:], prompt.rows_BQ[:, -4:])
-        )
+        q, rows = prompt.q_BHGQD[:, :, :, -4:], prompt.rows_BQ[:, -4:]
+        q, rows = {"axes": (q[:, :, :, 0], rows), "rows": (q, rows[:, 0])}.get(self.wrong, (q, rows))
+        prompt.layer.statistic("peek" if self.wrong == "name" else "peak").copy_(prompt.attention(q, rows))
 
     def step(self, step):
+        if self.wrong == "query":
+            step.q_BHGD.sum()
         peak = step.layer.statistic("peak")
         peak.copy_(torch.maximum(peak, step.p_BHGT.amax(3 if self.wrong == "shape" else 2)))
 
@@ -198,6 +209,11 @@ class Peak(Need):
 @dataclass(frozen=True)
 class Unasked(Peak):
     rows: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True)
+class Alike(Peak):
+    alone: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -221,12 +237,15 @@ READS = [
     (Peak("read"), r"Peak\.read\(prompt\) of policy 'mine' raised AttributeError: .*'positions'[^:]*$"),
     (Peak("name"), r"no numbers 'peek', but .*peak.*entry\(new\)"),
     (Peak("shape"), r"Peak\.step\(step\) of policy 'mine' raised RuntimeError"),
+    (Peak("axes"), r"takes queries \[B,H,G,W,D\] .*got \[1, 2, 2, 8\] and \[1, 4\]"),
+    (Peak("rows"), r"a position for each row, \[B,W\].*got \[1, 2, 2, 4, 8\] and \[1\]"),
+    (Alike("query"), r"Alike\.step\(step\).*NoneType.*no queries, keys, values or notes: Alike\.alone is False"),
     (Unasked(), r"Unasked\.step\(step\).*NoneType.*Unasked\.rows is 'none', and \"window\" asks for it"),
     (Misspelt(), r"Misspelt\.rows is 'windows'.*'none', 'window' or 'all'"),
 ]
 
 
-@pytest.mark.parametrize(("need", "words"), READS, ids=["read", "name", "shape", "unasked", "misspelt"])
+@pytest.mark.parametrize(("need", "words"), READS, ids=[need.wrong or type(need).__name__ for need, _ in READS])
 def test_a_mistake_in_a_need_names_the_method(need, words):
     model = make("llama_gqa")
     with pytest.raises(KVPatchError, match=words), kvpatch.patched(model, Policy("mine", Peaks(need)), 0.5):
