@@ -102,10 +102,11 @@ class LayerStack:
         return cls(cache, call, backend) if alike else None
 
     def share_free(self) -> None:
-        """Give each layer its part of the stack's free slots, where its next token goes; if tokens are appended, the counts.
+        """Tell each layer where its next token goes, for `run_step` after the stack has evicted.
 
-        `run_step` calls it after the stack has evicted. Sets the layers' `mode.free_BH` and `known_free_slots` (local_LN: the
-        same slots as indices into the layer's flattened slots); or the columns in use, and the steps until heads evict.
+        The token goes into a free slot of each head, `mode.free_BH`; local_LN are these slots as indices into the layer's
+        flattened slots, which `known_free_slots` holds beside the `free_BH` that they were computed from. Or it is appended:
+        then the layer's counts become the stack's (see SlotLayer and Growing).
         """
         if not self.slots.mode.fills_free_slots:
             for layer in self.layers:

@@ -250,7 +250,7 @@ def mask_blocks(device: str, heads: int, Q: int, keys: Keys, geometry: Geometry)
     """
     most, start = (MASK_BLOCK if device == "cpu" else DEVICE_BLOCK) // heads, 0
     while start < Q:
-        lo, hi = _find_columns(keys, geometry, start, start)  # columns before the block; its R rows see R more
+        lo, hi = _find_columns(keys, geometry, start, start)  # columns before the first row, which sees one more; R rows see R
         # the greatest R with R * (hi - lo + R) <= most
         size = (math.isqrt((hi - lo) ** 2 + 4 * most) - (hi - lo)) // 2
         stop = min(start + max(size, 1), Q)

@@ -25,7 +25,7 @@ class DeviceCounters:
         self.tape_BN = torch.full((B, max(TAPE, room)), UNKNOWN, device=device)
 
     def write_tape(self, ids_B1: Tensor | None) -> None:
-        """For `begin_step`: write a compiled step's ids to the tape, a ring of the newest ids, at its column."""
+        """For `begin_step`: write a compiled step's ids to the tape, a ring of the newest ids. ids_B1: None for embeddings."""
         place = (self.columns % self.tape_BN.shape[1]).view(1)
         if ids_B1 is None:
             self.tape_BN.index_fill_(1, place, UNKNOWN)

@@ -148,12 +148,12 @@ class LosslessCache(Unpicklable, Cache):
         return self.layers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
-        """Return a layer's rows (keys and values) on a GPU, for `_bring`, and start to copy the next layer's."""
-        for i in (layer, layer + 1):
+        """Return a layer's rows (a token's keys and values side by side) on a GPU, for `_bring`; start to copy the next layer's."""
+        for i in (layer, layer + 1):  # a layer's rows change in its own turn of a pass, after this
             if i < len(self.layers) and i not in self._staged:
                 self._staged[i] = self._stage(self.layers[i], device)
         rows_TE, done = self._staged.pop(layer)
-        if done is not None:
+        if done is not None:  # else the copy has ended
             torch.cuda.current_stream(device).wait_event(done)
         return rows_TE
 

@@ -138,7 +138,7 @@ class Comparison:
         return DivergenceTable(rows, self.nbytes, self.n, self.ids_1T.shape[1] - self.n, len(self.log_p_SV))
 
     def _make_row(self, name: str, policy: Policy, text: str, k: Any, bits: int = FULL) -> Row:
-        """Measure one policy, budget and number of bits, for `run`. A KVPatchError becomes the row's error."""
+        """Measure a policy under the budget `k`, typed as `text`, for `run`. A KVPatchError becomes the row's error."""
         try:
             return Row(name, text, self.measure_policy(policy, k, bits), bits=bits)
         except KVPatchError as error:

@@ -23,9 +23,11 @@ from .target import Target
 
 def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLike[str]) -> None:
     """Check that a cache is the patch's own and its model unchanged, and write it to a file, for `Patch.save_cache`."""
-    if state.lossless and cache is not None:  # for None the next line would make a new cache
+    if state.lossless and cache is not None:  # check_made_here refuses None
         lossless_cache = lossless.require_lossless_cache(cache, state)
-        ownership.refuse_changed(lossless_cache.drafts, stamp_model(target.decoder))  # the budgeted cache knows the model
+        ownership.refuse_changed(
+            lossless_cache.drafts, stamp_model(target.decoder)
+        )  # beside the host's: it has the model's stamp
         return save_lossless(lossless_cache, check_path(path), target.identity())
     ownership.check_made_here(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))

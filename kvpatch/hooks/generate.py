@@ -156,12 +156,12 @@ def _begin_unwrapped(cache: EvictingCache, config: GenerationConfig, model_kwarg
 
 def _announce_prompt(cache: EvictingCache, given: texts.Given, virtual: int) -> None:
     """Note in `cache.plans`, for `_run_with_cache`, columns up to the prompt's end: seen ones, PEFT's (`virtual`), and new."""
-    # columns of the whole text, if known, and those that the cache has read. given.alone: only new tokens were given
+    # columns of the whole text (PEFT's masks do not tell new tokens alone from it), and those that the cache has read
     columns, seen = given.whole or 0, given.columns_read
     if not virtual:
         cache.plans.prompt_len = columns
         cache.plans.resent_columns = 0 if given.alone else seen  # tokens read before that the first pass may bring again
-    else:  # input_ids that only continue a cache leave out the tokens it has seen
+    else:  # more columns than were read are the whole text, of which PEFT itself drops those; fewer are new ones
         cache.plans.prompt_len = columns + virtual if columns + virtual > seen else seen + columns
 
 

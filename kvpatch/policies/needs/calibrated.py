@@ -25,7 +25,11 @@ class Calibrated(Need[None]):
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Features (by names in served.py) that a calibration excludes, with the reason that `why_not` puts in an error."""
+        """Features (by names in served.py) that a calibration excludes, with the end of the sentence that refuses each.
+
+        Two go on after the policy's name. "other positions": the model's positions do not count the row's tokens, so that
+        queries cannot be rotated ("turn", a statistic) to where they follow the keys. "renumbered": positions="renumbered".
+        """
         turns = {"other positions": "turns queries to where they follow the keys"} if "turn" in self.names else {}
         return turns | {
             "renumbered": "whose calibration is of keys at original positions",
