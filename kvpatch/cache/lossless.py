@@ -148,7 +148,7 @@ class LosslessCache(Unpicklable, Cache):
         return self.layers[layer].used_TE if device.type == "cpu" else self._bring_staged(layer, device)
 
     def _bring_staged(self, layer: int, device: torch.device) -> Tensor:
-        """Return a layer's rows (a token's keys and values side by side) on a GPU, for `_bring`; start to copy the next layer's."""
+        """Return a layer's rows (keys beside values) on a GPU, for `_bring`; start to copy the next layer's."""
         for i in (layer, layer + 1):  # a layer's rows change in its own turn of a pass, after this
             if i < len(self.layers) and i not in self._staged:
                 self._staged[i] = self._stage(self.layers[i], device)

@@ -141,10 +141,7 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 
 
 def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError, for `generate`, if the text may grow longer than the model's first rotary frequencies reach.
-
-    The model then rotates all keys anew, and those on the host stay as they are. longest: tokens of prompt and answer.
-    """
+    """Raise KVPatchError, for `generate`, if a text of `longest` tokens has other rotations: those of stored keys stay."""
     if (limit := switch_length(model)) is None or longest - 1 <= limit:  # the last token is not read
         return
     less = f"give max_new_tokens={limit + 1 - prompt} or less, or " if prompt <= limit else ""
