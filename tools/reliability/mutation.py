@@ -37,7 +37,7 @@ from tools.reliability.page import PAGE, ROOT
 
 STATE = ROOT / ".mutation"
 FOLDERS = ("attention", "cache", "policies")
-PARTS = ("kvpatch", "tests", "README.md", "pyproject.toml", "setup.cfg")
+PARTS = ("kvpatch", "tests", "docs", "README.md", "pyproject.toml", "setup.cfg")
 
 
 class Worker:
