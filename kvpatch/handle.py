@@ -166,7 +166,7 @@ class Patch:
             ids: tokens of one text: [N], [1,N] or a list. The same tokens are read once, and anew after the model has changed.
 
         Raises:
-            KVPatchError: these are no tokens of one text.
+            KVPatchError: these are no tokens of one text, or an image's, a sound's, or an aLoRA's; or the patch is lossless.
 
         Example:
             prefix = patch.prefix(document)
@@ -235,7 +235,7 @@ class Patch:
             tokens: of the longest text, its prompt included.
 
         Raises:
-            KVPatchError: one of them is no number of 1 or more.
+            KVPatchError: one of them is no int of 1 or more.
 
         Example:
             patch.record_nbytes(texts=64, tokens=4096) / 2**20  # MiB

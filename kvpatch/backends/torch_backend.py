@@ -484,11 +484,11 @@ def _multiply_rows(
 
 
 def _row_blocks(ends: Sequence[int], entries: int, G: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows [start, stop) of `observe`'s blocks of about `entries` probabilities: taller where rows see fewer keys.
+    """Yield the rows [start, stop) of `observe`'s blocks, of about `entries` probabilities of one query head at most.
 
-    A block reads all keys and values that it sees, so it has 128 queries of the group or more; it also computes logits of keys
-    that its first rows do not see, so its rows are an eighth of its keys or fewer, but for the first blocks. Blocks do not
-    depend on the number of threads, so neither do the sums over them.
+    A block reads all keys and values that it sees, so it has 128 queries of the group or more (but for the last block); it also
+    computes logits of keys that its first rows do not see, so where keys are many its rows are about an eighth of them, or
+    fewer. Blocks do not depend on the number of threads, so neither do the sums over them.
     """
     # EVEN: a block's rows are a multiple of it; ends[i]: keys that row i sees
     start, least = 0, -(-128 // (G * EVEN)) * EVEN

@@ -51,7 +51,7 @@ def _check_one(index: int, cache: TextState) -> None:
 
 
 def _check_same(index: int, first: TextState, cache: TextState) -> None:
-    """For `check_compatible`: raise KVPatchError if two caches to be joined differ in their settings or in shapes of layers."""
+    """For `check_compatible`: raise KVPatchError if caches to be joined differ in settings, or in number or kind of layers."""
     in_first, in_this = _list_sizes(first), _list_sizes(cache)
     sizes = ((name, in_first.get(name), in_this.get(name)) for name in dict.fromkeys((*in_first, *in_this)))
     # list_differences(): (name, value of cache 0, value of this cache)

@@ -86,7 +86,7 @@ def _reserve(file: int, size: int) -> None:
 
 
 def find_free(folder: Path | None, device: torch.device) -> tuple[str, int | None]:
-    """Return the place to which KV entries of layers on `device` are offloaded, as a phrase for errors, and its free bytes.
+    """Return the place to which KV entries of a model on `device` are offloaded, as a phrase for errors, and its free bytes.
 
     The place is a folder on disk, or host memory for a GPU. None: unknown. `check_room` asks before tokens are read.
     """

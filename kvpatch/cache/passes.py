@@ -103,7 +103,7 @@ def begin_repeat(
 ) -> tuple[Tensor, Tensor]:
     """Begin a pass that reads a chunk of the prompt again, to score by it; return its ids and positions [B,Q].
 
-    `read_again` calls it. Sets `cache.now`. whole: the pass that read the prompt's last tokens, which the positions follow.
+    `read_again` calls it. Sets `cache.now`. whole: the pass that ends the prompt, which the positions follow.
     pieces: for each row the chunk's bounds [start, stop) in tokens of the prompt, and the ids to feed: an instruction, then the
     chunk's.
     """

@@ -20,7 +20,7 @@ def find_messages(tokenizer: Any, body: dict[str, Any], ids: list[int]) -> Messa
         ids: the request's tokens, as the handlers have made them.
 
     Raises:
-        KVPatchError: the messages, put through the template one by one, give other tokens than `ids`.
+        KVPatchError: the messages, put through the template one by one, give other tokens than `ids`; or there is no template.
     """
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import Modality

@@ -174,7 +174,7 @@ def _finish(cache: EvictingCache, state: PatchState, recorded: bool = True) -> N
 
 
 def _cache_for(model: Any, state: PatchState, past: object, mask: Tensor | None) -> EvictingCache:
-    """Return the cache for a generate(): a new one for `past` None, a copy of an unpatched one, or `past`, an EvictingCache."""
+    """Return the cache for a generate(): a new one for None, a copy of a filled unpatched one, or `past`, an EvictingCache."""
     # under lossless=True the wrapper of model.generate() makes the cache: type(model).generate() has passed it by
     refuse("generate() of the class", state.list_features())
     if past is None:

@@ -150,7 +150,7 @@ def check_shape(found: tuple[int, int], state: PatchState) -> None:
 def check_layers(past: Cache, state: PatchState) -> None:
     """Raise KVPatchError if a transformers cache's shapes show that another model has filled it.
 
-    `Patch.new_cache` and `Patch.compress` call it before they convert the cache.
+    `Patch.new_cache`, `Patch.compress` and generate() (`_cache_for`) call it before they convert the cache.
     """
     if isinstance(past, EvictingCache) or not isinstance(past, Cache) or not hasattr(past, "layers"):
         return  # the conversion raises the error

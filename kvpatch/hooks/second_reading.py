@@ -60,7 +60,7 @@ def read_again(decoder: nn.Module, cache: EvictingCache, state: PatchState, ids_
     `_end_late` calls it where the prompt has ended, `compress_past` for a cache to compress. Changes the cache; the repeated
     tokens do not stay in it, nor in a hybrid's states.
     """
-    # the pass that read the prompt's end, and the policy's chunk size and instruction
+    # the pass that ends the prompt (of no tokens, for `compress_past`), and the policy's chunk size and instruction
     now, need = cache.current_pass, cache.settings.policy.needs.find(Rereading)
     assert need is not None
     # of each row, without padding: (start, stop, tokens) of each chunk; its tokens are an instruction and prompt[start:stop]

@@ -31,7 +31,7 @@ class Division(NamedTuple):
 
 
 def split_combination(name: str) -> tuple[list[str], str]:
-    """Split the name of a combination for `check_policy` and `find_division`: combinations, outermost first, and the policy.
+    """Split the name of a combination, for all who read names of policies: combinations, outermost first, and the policy.
 
     Example:
         >>> split_combination("critical(adaptive(roco))")

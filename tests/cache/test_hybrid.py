@@ -192,7 +192,9 @@ def test_what_a_state_cannot_do_is_refused(model, ids):
             patch.graph(model)
 
 
-def test_convolutions_are_rolled_back():
+@pytest.mark.parametrize("emptied", [False, True])
+def test_convolutions_are_rolled_back(emptied):
+    """Also in a cache that records, is emptied, and records the next text."""
     torch.manual_seed(0)
     kinds = ["conv", "full_attention", "conv"]
     config = Lfm2Config(**WIDTHS, num_hidden_layers=3, layer_types=kinds, block_auto_adjust_ff_dim=False)
@@ -202,6 +204,9 @@ def test_convolutions_are_rolled_back():
         run(model, cache, ids)
         copy = cache.clone()
         cache.activate_past_recording()
+        if emptied:
+            cache.reset()
+            run(model, cache, ids)
         for token in (5, 6):
             run(model, cache, torch.tensor([[token]]))
         cache.crop(-2)
