@@ -136,6 +136,21 @@ def test_a_second_reading_leaves_the_states_as_the_prompt_left_them(model, ids):
     torch.testing.assert_close(reread.states.tensors(), plain.states.tensors(), rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("policy", ["h2o", "kvzip"])
+def test_states_that_were_written_in_inference_mode_go_on_outside(model, ids, policy):
+    """Also those that a second reading has put back."""
+    step, found = ids[:, :1], []
+    for inference in (False, True):
+        with kvpatch.patched(model, policy, 8) as patch:
+            cache = patch.new_cache()
+            with torch.inference_mode(inference):
+                run(model, cache, ids)
+                run(model, cache, step)
+            assert not any(state.is_inference() for state in cache.states.tensors().values())
+            found.append(run(model, cache, step))
+    assert torch.equal(*found)
+
+
 def test_a_pass_that_fails_behind_the_last_budget_is_noticed(model, ids):
     def broken(*args):
         raise InterruptedError
