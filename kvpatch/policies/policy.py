@@ -106,7 +106,7 @@ class Policy:
                 score, other = (" or ".join(map(repr, one.schedules)) for one in (self.score, part))
                 raise KVPatchError(
                     f"Policy {self.name!r} has no schedule: its score, {type(self.score).__name__}, takes {score}, and "
-                    f"{type(part).__name__} takes {other}. Combine a policy that evicts where a prompt ends, such as 'h2o'."
+                    f"{type(part).__name__} takes {other}. Use a policy that evicts where a prompt ends, such as 'h2o'."
                 )
         return " or ".join(map(repr, allowed))
 
