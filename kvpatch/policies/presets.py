@@ -176,7 +176,7 @@ def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
     if others and policy.schedule not in others:
         raise KVPatchError(
             f"{prefix}({policy.name!r}): {policy.name!r} keeps the prompt whole (schedule={policy.schedule!r}). Give "
-            f"{prefix}(kvpatch.get_policy({policy.name!r}).with_options(schedule={others[0]!r}))."
+            f"{prefix}(kvpatch.get_policy({policy.name!r}).with_options(schedule={others[-1]!r}))."
         )
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
