@@ -21,6 +21,7 @@ from ..policies.context import at_hand
 from ..serving.pool import RequestPool
 from . import inputs, leftovers, lossless, offsets, ownership, positions, texts
 from .attention import Courier, PassMask
+from .attentions import refuse_attentions, wants_attentions
 from .replay import begin_replay
 from .second_reading import enter_prepared
 from .state import Changed, NotCaptured, PatchState, has_overrides, mask_by_kind, pass_mask, switch_overrides
@@ -102,11 +103,7 @@ def _begin_pass(decoder: nn.Module, call: dict[str, Any], state: PatchState) -> 
         )
     cache = _choose_cache(decoder, call, state)
     inputs.refuse_pass(call, decoder)
-    if _attentions_wanted(decoder, call):
-        raise KVPatchError(
-            "output_attentions=True: under a budget no full attention matrix is computed, so there is none to return. "
-            "Leave it out, or look at cache.positions(layer) for what is attended to."
-        )
+    refuse_attentions(call, decoder)
     tokens = inputs.find_tokens(call, decoder)
     if tokens is None:  # both ids and embeddings were given, or neither: the model's own code raises the error
         return None
@@ -255,16 +252,11 @@ def _is_scratch(decoder: nn.Module, call: dict[str, Any]) -> bool:
     return not isinstance(past, EvictingCache) and (not use_cache or decoder.training)
 
 
-def _attentions_wanted(decoder: nn.Module, call: dict[str, Any]) -> bool:
-    asked = call.get("output_attentions")
-    return bool(getattr(getattr(decoder, "config", None), "output_attentions", False) if asked is None else asked)
-
-
 def _own_attention(decoder: nn.Module, call: dict[str, Any]) -> bool:
     """Tell `runs_own_code` if a pass asks for attention matrices, shared keys and values, or a mask beyond padding (2-D)."""
     mask = call.get("attention_mask")
     unusual = inputs.reads_both_ways(call, decoder) or bool(call.get("return_shared_kv_states"))
-    return unusual or _attentions_wanted(decoder, call) or (mask is not None and getattr(mask, "ndim", 0) != 2)
+    return unusual or wants_attentions(call, decoder) or (mask is not None and getattr(mask, "ndim", 0) != 2)
 
 
 def _begin_step(decoder: nn.Module, call: dict[str, Any], cache: EvictingCache, state: PatchState) -> bool:

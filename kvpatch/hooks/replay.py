@@ -18,6 +18,7 @@ from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import inputs, ownership
 from .attention import Courier
+from .attentions import refuse_attentions
 from .state import Changed, PatchState, mask_by_kind, pass_mask, switch_overrides
 
 
@@ -34,6 +35,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
         )
     refuse("replay", state.list_features())
     inputs.refuse_pass(call, decoder)
+    refuse_attentions(call, decoder)
     tokens = inputs.find_tokens(call, decoder)
     if tokens is None or not tokens.shape[1]:
         return None  # the model raises the error
@@ -50,7 +52,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     real_BQ = torch.ones(B, Q, dtype=torch.bool, device="cpu") if mask is None else mask.cpu().bool().expand(B, -1)
     known_NT, rows = record.ids.cpu(), zip(tokens.cpu(), real_BQ, strict=True)
     # the number of the recorded text of each row
-    text_B = torch.tensor([_match_row(b, ids[real], known_NT) for b, (ids, real) in enumerate(rows)], device="cpu")
+    text_B = torch.tensor([_match_row(b, ids[real], known_NT, record) for b, (ids, real) in enumerate(rows)], device="cpu")
     # positions in the text, -1 for padding; gaps: padding between tokens of a row
     positions_BQ = (real_BQ.long().cumsum(-1) - 1).masked_fill(~real_BQ, -1)
     gaps_BQ = real_BQ.flip(-1).long().cumsum(-1).flip(-1).bool() & (real_BQ.long().cumsum(-1) > 0) & ~real_BQ
@@ -68,7 +70,7 @@ def begin_replay(decoder: nn.Module, call: dict[str, Any], state: PatchState, re
     return (), call
 
 
-def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
+def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor, record: Record) -> int:
     """Return the number of the recorded text that a replayed row's ids agree with, but for the last; else raise KVPatchError.
 
     `begin_replay` calls it for each row. row: its number, for errors. known_NT: ids of the N recorded texts, < 0: none. The
@@ -78,10 +80,14 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
     width = min(n, known_NT.shape[1])
     same_NT = known_NT[:, :width] == ids_Q[:width]
     agree_N = same_NT.long().cumprod(-1).sum(-1)  # tokens from the beginning
+    length_N = (known_NT >= 0).sum(-1)
+    # the row as generate() returned it, one token longer than what the cache has read, or all that was read
+    ends_N = (agree_N >= n - 1) & (agree_N == length_N)
+    for matches_N in (ends_N, agree_N == n, agree_N >= n - 1):
+        if matches_N.any():
+            return _choose_text(row, n, matches_N.nonzero()[:, 0].tolist(), record)
     best = int(agree_N.argmax()) if width else 0
-    agree, length = int(agree_N[best]) if width else 0, int((known_NT[best] >= 0).sum())
-    if agree >= n - 1:
-        return best
+    agree, length = int(agree_N[best]) if width else 0, int(length_N[best])
     if agree == length:
         raise KVPatchError(
             f"Row {row} has {n} tokens, but its text was recorded up to {length}: cut the row to {length + 1}, or record what "
@@ -91,6 +97,22 @@ def _match_row(row: int, ids_Q: Tensor, known_NT: Tensor) -> int:
         f"Row {row} is no recorded text: token {agree} of it differs from the most similar, text {best}. Give texts as they "
         "were recorded, with attention_mask=0 for padding; join records with Record.join([...])."
     )
+
+
+def _choose_text(row: int, n: int, matches: list[int], record: Record) -> int:
+    """Return the first of the recorded texts that a row of n tokens agrees with; `_match_row` calls it.
+
+    Raises:
+        KVPatchError: they first evicted at different tokens, as where a later turn read a first turn's text anew.
+    """
+    starts = [min(int(record.first_N[text]), n) for text in matches]  # n: no query of the row is without a token
+    for text, start in zip(matches, starts, strict=True):
+        if start != starts[0]:
+            raise KVPatchError(
+                f"Row {row} is the beginning of several recorded texts that were read otherwise: text {matches[0]} first "
+                f"evicts at token {starts[0]}, text {text} at token {start}. Replay the record of each generate() by itself."
+            )
+    return matches[0]
 
 
 @contextmanager

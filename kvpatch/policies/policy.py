@@ -83,20 +83,32 @@ class Policy:
         if self.schedule not in SCHEDULES:
             meant = suggest(self.schedule, SCHEDULES)  # the nearest name, for the message
             raise KVPatchError(f"schedule={self.schedule!r} must be one of {', '.join(map(repr, SCHEDULES))}.{meant}")
+        use = self._join_schedules()
         if self.schedule not in self.score.schedules:
-            why, use = _explain_schedules(self.score.schedules), " or ".join(map(repr, self.score.schedules))
+            why = _explain_schedules(self.score.schedules)
             raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {why}; use schedule={use}.")
         _check_members(self.score)  # it defines value()
         object.__setattr__(self, "needs", Needs.of((self.score, self.scope, *([self.merging] if self.merging else []))))
         check_count("every", self.every, "tokens that decode steps evict at once")
         for part in (self.over_heads, self.selection, self.merging):
             if part is not None and self.schedule not in part.schedules:
-                use = " or ".join(map(repr, part.schedules))
                 raise KVPatchError(f"schedule={self.schedule!r}: policy {self.name!r} {part.only_then}; use schedule={use}.")
         refuse_pairs(FeatureSet(self))  # features that exclude each other
         for one in (*self._list_parts(), *self.needs):
             one.check()
         check_names(self.needs.statistics, self.name)
+
+    def _join_schedules(self) -> str:
+        """Return the schedules that all parts allow, as "'prompt' or 'both'"; raise KVPatchError if there is none."""
+        allowed = list(self.score.schedules)
+        for part in (self.over_heads, self.selection, self.merging):
+            if part is not None and not (allowed := [one for one in allowed if one in part.schedules]):
+                score, other = (" or ".join(map(repr, one.schedules)) for one in (self.score, part))
+                raise KVPatchError(
+                    f"Policy {self.name!r} has no schedule: its score, {type(self.score).__name__}, takes {score}, and "
+                    f"{type(part).__name__} takes {other}. Use a policy that evicts where a prompt ends, such as 'h2o'."
+                )
+        return " or ".join(map(repr, allowed))
 
     def _list_parts(self) -> list[Any]:
         return [part for name, _, _ in _PARTS if (part := getattr(self, name)) is not None]

@@ -158,7 +158,8 @@ def refit(base: str | Policy, **options: Any) -> Policy:
 def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
     """Return a copy of `base`, named prefix_base, in which `part` replaces parts; `critical` and the like call it.
 
-    Raises KVPatchError if the base never evicts, or has a part of another class in a place that one of `part` takes.
+    Raises KVPatchError if the base never evicts, has a part of another class in a place that one of `part` takes, or keeps a
+    prompt at whose end heads are to share a budget.
     """
     policy = base if isinstance(base, Policy) else get_policy(base)  # a name is looked up
     if not policy.evicts:
@@ -170,6 +171,13 @@ def _combine_parts(prefix: str, base: str | Policy, **part: Any) -> Policy:
                 f"{prefix}({policy.name!r}): {policy.name!r} {does} {type(held).__name__} already, and a policy has one of its "
                 "kind: combine the policy that it was made of."
             )
+    shares = part.get("over_heads")
+    others = [one for one in policy.score.schedules if shares is not None and one in shares.schedules]
+    if others and policy.schedule not in others:
+        raise KVPatchError(
+            f"{prefix}({policy.name!r}): {policy.name!r} keeps the prompt whole (schedule={policy.schedule!r}). Give "
+            f"{prefix}(kvpatch.get_policy({policy.name!r}).with_options(schedule={others[-1]!r}))."
+        )
     return dataclasses.replace(policy, name=f"{prefix}_{policy.name}", **part)
 
 

@@ -116,6 +116,23 @@ def test_generated_texts_beams_and_one_token_more():
         close(logits[:, 23:], again)
 
 
+def test_a_turn_is_replayed_as_it_was_read_where_a_later_one_read_it_anew():
+    """The second record begins with the first's text, all of which its prompt saw."""
+    model, ids, fed = make("llama_gqa", dtype=torch.float64), prompt(1, 20), prompt(1, 8, seed=5)
+    (first,), one, text = recorded(model, [(ids, fed[:, :-1])])
+    text = torch.cat([text, fed[:, -1:]], 1)  # generate() returns a token that it has not read
+    more, last = torch.cat([text, prompt(1, 6, seed=6)], 1), prompt(1, 8, seed=7)
+    (second,), two, longer = recorded(model, [(more, last)])
+    for records in ([one, two], [two, one]):
+        with torch.no_grad(), kvpatch.replay(model, records):
+            close(logits_of(model, text)[:, 19:-1], first)
+            close(logits_of(model, longer)[:, 33:], second)
+            assert torch.isfinite(logits_of(model, text[:, :20])).all(), "no query of it misses a token in either"
+            refused(
+                "Row 0 is the beginning of several recorded texts that were read otherwise", model, lambda m: m(text[:, :25])
+            )
+
+
 def test_rolled_back_joined_and_chosen_rows():
     model, ids, fed = make("gptj", dtype=torch.float64), prompt(3, 24), prompt(3, 10, seed=5)
     with kvpatch.patched(model, "tova", 8, record=True) as patch:
@@ -234,6 +251,7 @@ def test_what_a_replay_refuses():
         refused(r"Row 1 is no recorded text: token 22 of it differs from .* text 1", model, lambda m: m(changed))
         refused(r"Row 0 has 32 tokens, but its text was recorded up to 26: cut the row to 27", model, lambda m: m(longer))
         refused("give input_ids, not inputs_embeds", model, lambda m: m(inputs_embeds=m.get_input_embeddings()(text)))
+        refused("output_attentions=True: under a budget", model, lambda m: m(text, output_attentions=True))
         refused("reads whole texts without a cache", model, lambda m: m.generate(ids, max_new_tokens=2))
         assert torch.isfinite(model(text[:, :15]).logits).all()
         refused("already patched", model, lambda m: kvpatch.replay(m, record).__enter__())

@@ -9,7 +9,7 @@ import torch
 from kvpatch import KVPatchError
 from kvpatch.cache.settings import CacheSettings
 from kvpatch.cli.compare_view import find_changes
-from kvpatch.policies import Policy, critical, get_policy, scores
+from kvpatch.policies import Policy, adaptive, critical, get_policy, global_topk, scores
 from kvpatch.policies.allocation import Adaptive
 from kvpatch.policies.budgets import Budget
 from kvpatch.policies.scopes import DeviationScope, Scope
@@ -83,6 +83,25 @@ def test_a_policy_is_data(part):
     """Frozen and comparable: two policies with the same parts are one, and nobody changes one in use."""
     assert part.__dataclass_params__.frozen
     assert part.__dataclass_params__.eq
+
+
+@pytest.mark.parametrize("name", ["raas", "lazy", "tri_attention", "r_kv", "vase"])
+@pytest.mark.parametrize("combine", ["merged", "chunked", "refit", "adaptive", "global_topk"])
+def test_a_combination_without_a_schedule_advises_none(combine, name):
+    """The words are not those that name a schedule which the other part refuses."""
+    base = get_policy(name)
+    shares = combine in ("adaptive", "global_topk")
+    if shares and base.schedule == "both":
+        assert get_policy(f"{combine}({name})").schedule == "both"
+    elif shares and "both" in base.score.schedules:
+        advice = rf"Give {combine}\(kvpatch.get_policy\('{name}'\).with_options\(schedule='both'\)\)"
+        with pytest.raises(KVPatchError, match=advice):
+            get_policy(f"{combine}({name})")
+        function = {"adaptive": adaptive, "global_topk": global_topk}[combine]
+        assert function(base.with_options(schedule="both")).schedule == "both"
+    else:
+        with pytest.raises(KVPatchError, match=f"'{combine}_{name}' has no schedule: .* such as 'h2o'"):
+            get_policy(f"{combine}({name})")
 
 
 def test_who_remembers_generated_tokens():

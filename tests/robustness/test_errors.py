@@ -161,7 +161,8 @@ def test_combinations_that_make_no_sense():
             policies.critical(base)
     with pytest.raises(KVPatchError, match=r"adaptive\('full'\): 'full' never evicts"):
         policies.adaptive("full")
-    with pytest.raises(KVPatchError, match=r"schedule='decode': policy 'adaptive_h2o' divides its budget over heads where"):
+    words = r"adaptive\('h2o'\): 'h2o' keeps the prompt whole \(schedule='decode'\)\. Give .*schedule='both'"
+    with pytest.raises(KVPatchError, match=words):
         policies.adaptive(kvpatch.get_policy("h2o").with_options(schedule="decode"))
     with pytest.raises(KVPatchError, match=r"Unknown policy 'rocko'\. Did you mean 'roco'"):
         policies.pyramid("rocko")
