@@ -50,8 +50,8 @@ def make_forward(cls: type[nn.Module], adapter: Adapter, layer: int, reads: bool
         if self.training and (rate := adapter.dropout(self)):
             raise KVPatchError(
                 f"This model trains with an attention dropout of {rate:g}, which evicting attention leaves out: load it by "
-                "from_pretrained(..., attention_dropout=0.0) (in some families attn_pdrop=0.0), train without block=, or call "
-                "model.eval() to generate."
+                "from_pretrained(..., attention_dropout=0.0) (in some families attn_pdrop=0.0), train without block= and "
+                "outside of replay(), or call model.eval() to generate."
             )
 
         hidden = call.pop(names[0])
