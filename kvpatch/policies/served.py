@@ -182,8 +182,8 @@ REFUSED: dict[str, dict[str, str]] = {
         "use schedule='prompt' or 'both', or leave block out.",
         NEED: "block={it.block}: {why}",
         "one budget for all layers": "block={it.block}: policy {name} has one budget for all layers, but a layer reads all "
-        "blocks before the next layer runs. Use adaptive() in place of global_topk() (defensive_snapkv for layer_defensive), or "
-        "feed the blocks one by one.",
+        "blocks before the next layer runs. Use adaptive() in place of global_topk() (defensive_snapkv for layer_defensive), "
+        "or feed the blocks one by one.",
         "keys of other layers": "block={it.block}: in this model layers use the keys of layers before them, which read all "
         "blocks before the next layer runs. Leave block out, or feed the text in pieces.",
     },
