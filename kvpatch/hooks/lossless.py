@@ -240,14 +240,9 @@ class CriteriaAfterPrompt(StoppingCriteriaList):
 
 
 def generate(
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: PatchState,
-    given: Tensor | None,
-    taken_as: str,
-    strings: str | list[str] | None,
-) -> Any:
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState, given: Tensor | None,
+    taken_as: str, strings: str | list[str] | None,
+) -> Any:  # fmt: skip
     """Run generate() of a lossless patch once, by transformers' loop that drafts and verifies, for `_run_with_cache`.
 
     run: the unpatched generate(); args, kwargs: its arguments. given: the ids among them. taken_as: name of its argument for a
@@ -295,6 +290,9 @@ def generate(
     state.log.start(cache.drafts, made_here=False)
     try:
         return run(*args, **kwargs, custom_generate=decode)
+    except BaseException:
+        cache.go_back([*cache.ids[:seen], -1])  # what this call has read, drafts too, is no part of the text
+        raise
     finally:
         cache.resent_tokens = 0  # an error may have come before the pass that takes it
         state.log.finish(cache.drafts)
