@@ -77,7 +77,6 @@ class Chat:
                 another thread's send() has not returned.
         """
         asked = self._ask(text, role)
-        self._running = refuse_turn
         try:
             return self._end_turn(self._generate(asked), asked)
         except BaseException:
@@ -212,6 +211,7 @@ class Chat:
             raise KVPatchError(f"A message is a text, not a {type(text).__name__}: write chat.send('...').")
         if self._running is not None:
             self._running()
+        self._running = refuse_turn
         self.messages.append({"role": role, "content": text})
         try:
             rendered = self._template.render_turn(self.messages, self._read.left_out)
@@ -223,6 +223,7 @@ class Chat:
             unread, starts = self._template.tokenize(rendered, self._read)  # new ids, and where in them messages begin
         except BaseException:
             self.messages.pop()
+            self._running = None
             raise
         self._read.starts += [self.ids.shape[1] + start for start in starts]
         self._read.text = rendered.text
