@@ -151,7 +151,7 @@ class Patch:
         Example:
             patch.replace(cache, (120, 865), tokenizer("(a page on limits)").input_ids)
         """
-        replace_span(self._target.decoder, self._state, cache, span, ids, reread)
+        replace_span(self._target.decoder, self._state, cache, span, ids, reread, self._installation.in_force)
 
     insert = editing.refuse_reading  # raises an error that names `replace`, which inserts too
 
