@@ -140,14 +140,14 @@ def _read_ids(ids: object, B: int) -> Tensor:
         tensor = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(f"replace() was given a {type(ids).__name__} as ids: {wanted}") from error
+    if not tensor.numel():
+        raise KVPatchError("replace() was given no token: to take the span out, write cache.forget([span]).")
     if (
         tensor.dtype not in (torch.int64, torch.int32)
         or tensor.ndim not in (1, 2)
         or (tensor.ndim == 2 and len(tensor) not in (1, B))
     ):
         raise KVPatchError(f"replace() was given ids of {tensor.dtype} and shape {list(tensor.shape)}: {wanted}")
-    if not tensor.shape[-1]:
-        raise KVPatchError("replace() was given no token: to take the span out, write cache.forget([span]).")
     return tensor.long().expand(B, -1)
 
 

@@ -16,6 +16,7 @@ from ..cache.lossless import LosslessCache
 from ..cache.messages import Messages
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
+from .accelerate import device_of
 from .chat_checks import check_kept, check_options
 from .streams import Outcome, Stop, refuse_turn
 from .target import Target
@@ -62,7 +63,7 @@ class Chat:
         """Empty `cache`, `ids` and `_read` (the text read): for a new chat, in `_take_back`, or where `_ask` must reread."""
         if not isinstance(self.cache, LosslessCache):  # a lossless cache is kept: `_generate` crops it where texts differ
             self.cache = self._new_cache()
-        self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
+        self.ids = torch.empty(1, 0, dtype=torch.long, device=device_of(self._model))
         self._read = Transcript(left_out=frozenset(i for i, message in enumerate(self.messages) if message.get("forgotten")))
 
     def send(self, text: str, role: str = "user") -> str:
@@ -98,7 +99,7 @@ class Chat:
         """
         asked = self._ask(text, role)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, done = Stop(), Outcome(self._model.device.type)  # what can end generate(), and its result or error
+        stop, done = Stop(), Outcome(device_of(self._model).type)  # what can end generate(), and its result or error
         thread = Thread(target=done.keep, args=(lambda: self._generate(asked, stop, streamer=streamer), streamer.end))
 
         def end() -> None:
@@ -166,7 +167,10 @@ class Chat:
             raise KVPatchError(f"replace({index}): the last token of the newest answer is not read: send() the next one first.")
         written, (start, stop) = self._template.rewrite(self.messages, index, text, self._read), self.spans[index]
         if written is None:
-            raise KVPatchError(f"replace({index}): the template then writes other messages differently: begin another chat.")
+            raise KVPatchError(
+                f"replace({index}): the template then writes other messages differently than they were read: send() the next "
+                "message first, for what it changes in the newest answer, or begin another chat."
+            )
         new_text, ids = written  # the whole text read so far, and the message's tokens
         more = max(len(ids) - (stop - start), 0)
         if more and not self.cache.settings.renumbered:

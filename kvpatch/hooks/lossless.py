@@ -140,8 +140,10 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 # ---- generate() ----
 
 
-def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError, for `generate`, if rotary frequencies change within prompt and answer: stored keys would not."""
+def _check_model(model: Any, prompt: int, longest: int) -> None:
+    """Raise KVPatchError, for `generate`, for offloaded weights, or if rotary frequencies change within prompt and answer."""
+    if model.device.type == "meta":  # to which assisted decoding moves its drafts
+        raise KVPatchError("lossless=True takes no offloaded weights in generate(): load them all, or leave it out.")
     if (limit := switch_length(model)) is None or longest - 1 <= limit:  # the last token is not read
         return
     less = f"give max_new_tokens={limit + 1 - prompt} or less, or " if prompt <= limit else ""
@@ -276,7 +278,7 @@ def generate(
         input_ids, chunk = input_ids.to(device := device_of(model)), generation_config.prefill_chunk_size
         others = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in others.items()}
         _check_processors(others["logits_processor"])
-        _check_rotations(model, input_ids.shape[1], generation_config.max_length)  # raises if rotary frequencies change
+        _check_model(model, input_ids.shape[1], generation_config.max_length)
         check_room(model, input_ids[:, seen:], cache, state)
         if (seen or chunk) and input_ids.shape[1] > seen + 1:  # else the loop's first pass reads the text
             for ids_1Q in input_ids[:, seen:-1].split(chunk or input_ids.shape[1], 1):
