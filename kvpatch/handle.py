@@ -134,7 +134,7 @@ class Patch:
         """Read other tokens in place of a span of a cache's text, such as the summary of a tool's result.
 
         They take the span's first positions and see what is held before it. Tokens after the span have seen the old ones, and
-        stay; they move up where positions are missing. To make room, only tokens before the span are evicted.
+        stay; they move up where positions are missing. To make room, tokens before the span and new ones are evicted.
 
         Args:
             cache: at the end of a prompt, or after generated tokens.
@@ -143,15 +143,15 @@ class Patch:
             reread: tokens after the span that are read again, so that they have seen the new ones.
 
         Raises:
-            KVPatchError: the tokens or the span do not fit the text; the cache cannot be edited (`EvictingCache.forget`), is of
-                joined rows, or its text is longer than a sliding window of the model. The cache is then as before.
+            KVPatchError: the tokens or the span do not fit the text; heads have no room for new ones that `protect=` marks; the
+                cache, which is then as before, cannot be edited (`forget`), is of joined rows or longer than a sliding window.
 
         Source: design of this library.
 
         Example:
             patch.replace(cache, (120, 865), tokenizer("(a page on limits)").input_ids)
         """
-        replace_span(self._target.decoder, self._state, cache, span, ids, reread)
+        replace_span(self._target.decoder, self._state, cache, span, ids, reread, self._installation.in_force)
 
     insert = editing.refuse_reading  # raises an error that names `replace`, which inserts too
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..arch.upstream import CacheLayerMixin
 from ..errors import KVPatchError
+from .state import writable
 
 FEWEST = 256  # rows of a store
 GROWTH = 1.25  # of a store that is full
@@ -125,6 +126,7 @@ class HostLayer(CacheLayerMixin):
         _, H, _, K = key_states.shape
         self.begin((H, K, value_states.shape[3]), key_states.dtype, key_states.device)
 
+    @writable
     def begin(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Make the store, a file mapped to memory or pinned memory, as `append` writes the first tokens, or for `copy`.
 
@@ -138,6 +140,7 @@ class HostLayer(CacheLayerMixin):
             self.store = PinnedRows(H * (K + V), dtype, device.type == "cuda")
         self.is_initialized = True
 
+    @writable
     def append(self, k_1HQD: Tensor, v_1HQD: Tensor) -> None:
         """Write the keys and values of Q more tokens after the rows in use, for `exchange`; a full store grows."""
         if not self.is_initialized:
@@ -160,6 +163,7 @@ class HostLayer(CacheLayerMixin):
         held = len(self.store.rows_NE) if self.is_initialized else 0
         return held if count <= held else max(count, int(self.length * GROWTH), FEWEST)
 
+    @writable
     def keep(self, rows_N: Tensor) -> None:
         """Keep these rows (tokens) alone, in their order, for `LosslessCache.forget`."""
         self.store.wait()  # for copies that still run

@@ -19,6 +19,7 @@ from . import checks, editing
 from .cache import EvictingCache
 from .host import HostLayer, find_free
 from .pickling import Unpicklable
+from .state import writable
 
 
 @dataclass
@@ -81,6 +82,7 @@ class LosslessCache(Unpicklable, Cache):
         self.drafts = self._make_drafts()
         return self.drafts
 
+    @writable
     def _make_drafts(self) -> EvictingCache:
         """Return a budgeted cache for the next pass to fill: it counts the tokens read, but has none. `begin` calls it."""
         new, tokens = EvictingCache(self.settings), torch.tensor([self.ids], device="cpu")
@@ -209,6 +211,7 @@ class LosslessCache(Unpicklable, Cache):
     def activate_past_recording(self) -> None:
         """Do nothing: no token overwrites another here, so that the last ones can always be taken back."""
 
+    @writable
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Take back the last tokens, such as rejected drafts, here and in the budgeted cache, as `EvictingCache.crop` does."""
         count, drafting = checks.count_removed(tokens_to_remove, len(self.ids)), self.drafting
@@ -219,15 +222,12 @@ class LosslessCache(Unpicklable, Cache):
         for layer in self.layers:
             layer.length = min(layer.length, len(self.kept_positions))
         if drafting and count:  # the budgeted cache holds tokens
-            if self._shrinks_budget(left):  # k is a share, and the text now shorter
+            tokens = self.settings.tokens
+            if any(tokens(one, left) < tokens(one, self.budget_tokens) for one in range(self.settings.n_layers)):
+                # k is a share, and the text now shorter
                 self.drafts = self._make_drafts()  # the next pass chooses anew
             else:
                 editing.drop_last(self.drafts, count)
-
-    def _shrinks_budget(self, left: int) -> bool:
-        """Tell if a text of `left` tokens has a smaller budget in some layer than the one that `drafts` has."""
-        tokens = self.settings.tokens
-        return any(tokens(layer, left) < tokens(layer, self.budget_tokens) for layer in range(self.settings.n_layers))
 
     def go_back(self, ids: Sequence[int]) -> None:
         """For `Chat._generate`: crop the cache to what it shares with `ids`, less their last, which a pass must read."""

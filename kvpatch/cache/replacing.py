@@ -13,6 +13,7 @@ from ..policies.served import refuse
 from .checks import read_whole
 from .concat import lay_out_anew
 from .editing import Span, check_state, mark_gone, read_span
+from .marks import mark_protected
 from .state import TextState
 
 
@@ -44,6 +45,7 @@ def check_replaced(
     new_N, again_R = start + torch.arange(ids_BN.shape[1], device="cpu"), stop + torch.arange(reread, device="cpu")
     places_Q = torch.cat([new_N, again_R + opened]).to(ids_BN.device)
     if not reread:
+        _check_protected(cache, ids_BN, places_Q, start, stop)
         return ids_BN, places_Q, opened
     ids_BT = cache.ids.ids_BT
     again_BR = None if ids_BT is None else ids_BT.gather(1, cache.ids.find_columns(again_R)).to(ids_BN.device)
@@ -52,7 +54,36 @@ def check_replaced(
             f"reread={reread}: the cache does not know the ids of these tokens: leave reread out, or give a longer span, and "
             "these tokens at the end of ids."
         )
-    return torch.cat([ids_BN, again_BR], 1), places_Q, opened
+    ids_BQ = torch.cat([ids_BN, again_BR], 1)
+    _check_protected(cache, ids_BQ, places_Q, start, stop + reread)
+    return ids_BQ, places_Q, opened
+
+
+def _check_protected(cache: TextState, ids_BQ: Tensor, places_Q: Tensor, start: int, stop: int) -> None:
+    """Raise KVPatchError if heads that stay full after an edit would evict new tokens that `protect=` marks.
+
+    `check_replaced` calls it. Of a full head tokens before the edit and new ones go, but neither later ones nor sinks and
+    marked ones (`EditEnd`). start, stop: positions between which all tokens are read anew.
+    """
+    settings, places_BQ = cache.settings, places_Q.expand(len(ids_BQ), -1)
+    marks_BQ = mark_protected(cache, places_BQ, ids_BQ, cache.columns_read, within=start)
+    if marks_BQ is None or settings.policy.schedule == "prompt":  # then nothing is evicted
+        return
+    for index, (layer, rule) in enumerate(zip(cache.layers, settings.budget.rules, strict=True)):
+        if not settings.evicts[index] or rule.moves:
+            continue
+        at_BHC = layer.positions
+        kept_BHC = (at_BHC < layer.own_limits.first) | layer.state.get("protect", torch.zeros_like(at_BHC)).bool()
+        kept_BHC = (kept_BHC & (at_BHC >= 0) & (at_BHC < start)) | (at_BHC >= stop)
+        room_BH = layer.own_budget_BH1[..., 0] + settings.policies[index].every - 1 - kept_BHC.sum(-1)
+        need_B1 = marks_BQ.to(room_BH.device).sum(1, keepdim=True)
+        if bool((need_B1 > room_BH).any()):
+            row, head = (need_B1 > room_BH).nonzero()[0].tolist()
+            raise KVPatchError(
+                f"replace(): protect= marks {int(need_B1[row])} of the new tokens, and head {head} of layer {index} has room "
+                f"for {max(int(room_BH[row, head]), 0)}, since later tokens fill it: forget() some of these, raise k, or read "
+                "the new tokens at the end of the text."
+            )
 
 
 def _check_room(cache: TextState, count: int, room: int) -> None:
@@ -109,14 +140,14 @@ def _read_ids(ids: object, B: int) -> Tensor:
         tensor = torch.as_tensor(ids, device=None if isinstance(ids, Tensor) else "cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise KVPatchError(f"replace() was given a {type(ids).__name__} as ids: {wanted}") from error
+    if not tensor.numel():
+        raise KVPatchError("replace() was given no token: to take the span out, write cache.forget([span]).")
     if (
         tensor.dtype not in (torch.int64, torch.int32)
         or tensor.ndim not in (1, 2)
         or (tensor.ndim == 2 and len(tensor) not in (1, B))
     ):
         raise KVPatchError(f"replace() was given ids of {tensor.dtype} and shape {list(tensor.shape)}: {wanted}")
-    if not tensor.shape[-1]:
-        raise KVPatchError("replace() was given no token: to take the span out, write cache.forget([span]).")
     return tensor.long().expand(B, -1)
 
 

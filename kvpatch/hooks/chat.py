@@ -8,22 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
-from ..arch.upstream import CACHE, CACHE_NAMES
+from ..arch.upstream import CACHE
 from ..cache.cache import EvictingCache
 from ..cache.lossless import LosslessCache
 from ..cache.messages import Messages
 from ..cache.settings import CacheSettings
 from ..errors import KVPatchError
-from .generate import find_option
-from .streams import Outcome, Stop
+from .accelerate import device_of
+from .chat_checks import check_kept, check_options
+from .streams import Outcome, Stop, refuse_turn
 from .target import Target
 from .transcript import Template, Transcript, find_dropped
-
-OWN = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "streamer", "return_dict_in_generate", *CACHE_NAMES)
-"""Options of generate() that a chat gives itself."""
-ROWS = ("num_beams", "num_return_sequences")
 
 
 class Chat:
@@ -43,11 +40,12 @@ class Chat:
         system: str | None, **options: Any,
     ) -> None:  # fmt: skip
         """Begin an empty chat, for `begin_chat`. new_cache, replace: Patch's methods. options: of generate(), or `template`."""
-        _check_options(options, model.generation_config)
+        check_options(options, model.generation_config)
         self.messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._template = Template(tokenizer, dict(options.pop("template", None) or {}))
         self._model, self._tokenizer, self._options = model, tokenizer, options
         self._new_cache, self._replace, self.cache = new_cache, replace, new_cache()
+        self._running: Callable[[], None] | None = None  # ends the turn that is running, if another one or an edit begins
         self._begin_again()
 
     @property
@@ -65,7 +63,7 @@ class Chat:
         """Empty `cache`, `ids` and `_read` (the text read): for a new chat, in `_take_back`, or where `_ask` must reread."""
         if not isinstance(self.cache, LosslessCache):  # a lossless cache is kept: `_generate` crops it where texts differ
             self.cache = self._new_cache()
-        self.ids = torch.empty(1, 0, dtype=torch.long, device=self._model.device)
+        self.ids = torch.empty(1, 0, dtype=torch.long, device=device_of(self._model))
         self._read = Transcript(left_out=frozenset(i for i, message in enumerate(self.messages) if message.get("forgotten")))
 
     def send(self, text: str, role: str = "user") -> str:
@@ -76,7 +74,8 @@ class Chat:
             role: of the message, such as "tool" for a result that the model has asked for.
 
         Raises:
-            KVPatchError: the message is no text, or generate() refuses an option; the conversation is then as before.
+            KVPatchError: the message is no text, or generate() refuses an option; the conversation is then as before. Or
+                another thread's send() has not returned.
         """
         asked = self._ask(text, role)
         try:
@@ -86,7 +85,10 @@ class Chat:
             raise
 
     def stream(self, text: str, role: str = "user") -> Iterator[str]:
-        """Add a message and yield the answer in pieces of text; if the caller stops iterating, generation ends there.
+        """Add a message and yield the answer in pieces of text.
+
+        The answer ends where the caller leaves the loop: at once if nothing else holds the iterator, else as the next turn or
+        edit begins.
 
         Args:
             text: the message.
@@ -97,18 +99,24 @@ class Chat:
         """
         asked = self._ask(text, role)
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, done = Stop(), Outcome(self._model.device.type)  # what can end generate(), and its result or error
+        stop, done = Stop(), Outcome(device_of(self._model).type)  # what can end generate(), and its result or error
         thread = Thread(target=done.keep, args=(lambda: self._generate(asked, stop, streamer=streamer), streamer.end))
+
+        def end() -> None:
+            """End the answer here, unless it has ended."""
+            stop.asked.set()
+            thread.join()
+            if self._running is end and done.error is None:
+                self._end_turn(done.value, asked)
+            elif self._running is end:
+                self._take_back()
+
+        self._running = end
         thread.start()
         try:
             yield from streamer
         finally:
-            stop.asked.set()
-            thread.join()
-            if done.error is not None:
-                self._take_back()
-            else:
-                self._end_turn(done.value, asked)
+            end()
         if done.error is not None:
             raise done.error
 
@@ -159,7 +167,10 @@ class Chat:
             raise KVPatchError(f"replace({index}): the last token of the newest answer is not read: send() the next one first.")
         written, (start, stop) = self._template.rewrite(self.messages, index, text, self._read), self.spans[index]
         if written is None:
-            raise KVPatchError(f"replace({index}): the template then writes other messages differently: begin another chat.")
+            raise KVPatchError(
+                f"replace({index}): the template then writes other messages differently than they were read: send() the next "
+                "message first, for what it changes in the newest answer, or begin another chat."
+            )
         new_text, ids = written  # the whole text read so far, and the message's tokens
         more = max(len(ids) - (stop - start), 0)
         if more and not self.cache.settings.renumbered:
@@ -175,7 +186,12 @@ class Chat:
         self._read.text, self.messages[index] = new_text, {"role": self.messages[index]["role"], "content": text}
 
     def _check_index(self, method: str, index: object) -> int:
-        """Return how many messages were read; raise KVPatchError, which names the public `method`, unless `index` is of one."""
+        """Return how many messages were read; raise KVPatchError, which names the public `method`, unless `index` is of one.
+
+        `forget` and `replace` call it first: it ends a stream that its caller has left.
+        """
+        if self._running is not None:
+            self._running()
         read = len(self.spans)
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < read:
             known = f"give 0 to {read - 1}, an index of chat.messages" if read else "send() one first"
@@ -197,6 +213,9 @@ class Chat:
         """Begin a turn of `send` or `stream`: add a message, update `_read`, return the ids [1,N] of the whole text with it."""
         if not isinstance(text, str):
             raise KVPatchError(f"A message is a text, not a {type(text).__name__}: write chat.send('...').")
+        if self._running is not None:
+            self._running()
+        self._running = refuse_turn
         self.messages.append({"role": role, "content": text})
         try:
             rendered = self._template.render_turn(self.messages, self._read.left_out)
@@ -208,6 +227,7 @@ class Chat:
             unread, starts = self._template.tokenize(rendered, self._read)  # new ids, and where in them messages begin
         except BaseException:
             self.messages.pop()
+            self._running = None
             raise
         self._read.starts += [self.ids.shape[1] + start for start in starts]
         self._read.text = rendered.text
@@ -242,7 +262,7 @@ class Chat:
 
     def _end_turn(self, ids: Tensor, asked: Tensor) -> str:
         """End a turn of `send` or `stream`: add the answer to `messages` and `_read`; return it. ids: of the whole text."""
-        self._read.answer = ids[0, asked.shape[1] :].tolist()
+        self._running, self._read.answer = None, ids[0, asked.shape[1] :].tolist()
         self.ids = ids
         self._read.text += self._tokenizer.decode(self._read.answer)
         answer = self._tokenizer.decode(self._read.answer, skip_special_tokens=True)
@@ -253,6 +273,7 @@ class Chat:
 
     def _take_back(self) -> None:
         """Take back the message of a turn that failed, and empty the cache: the next turn reads the conversation anew."""
+        self._running = None
         self.messages.pop()
         self._begin_again()
 
@@ -275,26 +296,5 @@ def begin_chat(
     if asked and not chat.system_tokens:
         raise KVPatchError(f"{asked} keeps a system prompt, and there is none: write patch.chat(tokenizer, system='...').")
     if keep_system and not keeps_system:
-        _check_kept(settings, chat.system_tokens)
+        check_kept(settings, chat.system_tokens)
     return chat
-
-
-def _check_kept(settings: CacheSettings, tokens: int) -> None:
-    """Raise KVPatchError unless the first `tokens` tokens are never evicted, for `begin_chat` with keep_system=True."""
-    ks = [k for k, evicts in zip(settings.budget.per_layer, settings.evicts, strict=True) if evicts]
-    sinks = getattr(settings.policy.scope, "sinks", 0)
-    if ks and (sinks < tokens or not all(isinstance(k, int) and k > tokens for k in ks)):
-        raise KVPatchError(
-            f"keep_system=True: the system prompt has {tokens} tokens. Write patched(model, ..., k=..., sinks={tokens}) with "
-            f"more than {tokens} tokens as k, a whole number, or protect='system'; this patch has sinks={sinks}, k={ks[0]!r}."
-        )
-
-
-def _check_options(options: dict[str, Any], config: GenerationConfig) -> None:
-    """Raise KVPatchError, for `Chat.__init__`, for options of generate() that chats set or that make several texts."""
-    for name in OWN:
-        if name in options:
-            raise KVPatchError(f"patch.chat() gives generate() its own {name}: leave it out.")
-    for name in ROWS:
-        if (rows := find_option(name, options, options.get("generation_config"), config)) not in (None, 1):
-            raise KVPatchError(f"A chat is one text, and {name}={rows!r} makes several: leave {name} out, or give {name}=1.")

@@ -10,17 +10,22 @@ from torch import nn
 from ..cache import passes, replacing
 from ..cache.cache import EvictingCache
 from ..cache.forward_context import Edit
+from ..errors import KVPatchError
 from ..policies.served import refuse
 from . import decoder, inputs, ownership
 from .state import PatchState, switch_overrides
 
 
-def replace_span(reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int = 0) -> None:
+def replace_span(
+    reader: nn.Module, state: PatchState, cache: Any, span: tuple[int, int], ids: Any, reread: int = 0, in_force: bool = True
+) -> None:
     """Replace the tokens of a span (start, stop) of a cache's text by `ids`. All checks come before the cache changes.
 
     `Patch.replace` calls it, and a serving engine that keeps conversations. Evicts the old tokens, moves later ones and reads
-    the new ones. reader: the decoder. reread: number of tokens after the span to read again.
+    the new ones. reader: the decoder. reread: tokens after the span to read again. in_force: the patch was not removed.
     """
+    if not in_force:
+        raise KVPatchError("This patch was removed, so that no pass would read the new tokens: replace() inside its block.")
     refuse("replace", state.list_features())
     ownership.check_made_here(cache, state)
     # the tokens to read, their positions, and how many positions they need beyond the span's

@@ -140,8 +140,10 @@ def end_pass(output: Any, cache: LosslessCache) -> Any:
 # ---- generate() ----
 
 
-def _check_rotations(model: Any, prompt: int, longest: int) -> None:
-    """Raise KVPatchError, for `generate`, if a text of `longest` tokens has other rotations: those of stored keys stay."""
+def _check_model(model: Any, prompt: int, longest: int) -> None:
+    """Raise KVPatchError, for `generate`, for offloaded weights, or if a text of `longest` tokens has other rotations."""
+    if model.device.type == "meta":  # to which assisted decoding moves its drafts
+        raise KVPatchError("lossless=True takes no offloaded weights in generate(): load them all, or leave it out.")
     if (limit := switch_length(model)) is None or longest - 1 <= limit:  # the last token is not read
         return
     less = f"give max_new_tokens={limit + 1 - prompt} or less, or " if prompt <= limit else ""
@@ -240,14 +242,9 @@ class CriteriaAfterPrompt(StoppingCriteriaList):
 
 
 def generate(
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    state: PatchState,
-    given: Tensor | None,
-    taken_as: str,
-    strings: str | list[str] | None,
-) -> Any:
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], state: PatchState, given: Tensor | None,
+    taken_as: str, strings: str | list[str] | None,
+) -> Any:  # fmt: skip
     """Run generate() of a lossless patch once, by transformers' loop that drafts and verifies, for `_run_with_cache`.
 
     run: the unpatched generate(); args, kwargs: its arguments. given: the ids among them. taken_as: name of its argument for a
@@ -281,7 +278,7 @@ def generate(
         input_ids, chunk = input_ids.to(device := device_of(model)), generation_config.prefill_chunk_size
         others = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in others.items()}
         _check_processors(others["logits_processor"])
-        _check_rotations(model, input_ids.shape[1], generation_config.max_length)  # raises if rotary frequencies change
+        _check_model(model, input_ids.shape[1], generation_config.max_length)
         check_room(model, input_ids[:, seen:], cache, state)
         if (seen or chunk) and input_ids.shape[1] > seen + 1:  # else the loop's first pass reads the text
             for ids_1Q in input_ids[:, seen:-1].split(chunk or input_ids.shape[1], 1):
@@ -295,6 +292,9 @@ def generate(
     state.log.start(cache.drafts, made_here=False)
     try:
         return run(*args, **kwargs, custom_generate=decode)
+    except BaseException:
+        cache.go_back([*cache.ids[:seen], -1])  # what this call has read, drafts too, is no part of the text
+        raise
     finally:
         cache.resent_tokens = 0  # an error may have come before the pass that takes it
         state.log.finish(cache.drafts)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from threading import Event
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import StoppingCriteria
 
 from ..attention.attend import is_autocasting
+from ..errors import KVPatchError
 
 
 class Stop(StoppingCriteria):
@@ -22,6 +23,13 @@ class Stop(StoppingCriteria):
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         """Return for each row whether it ends: all do once `asked` is set. generate() calls it after each token."""
         return torch.full((len(input_ids),), self.asked.is_set(), dtype=torch.bool, device=input_ids.device)
+
+
+def refuse_turn() -> NoReturn:
+    """Raise KVPatchError: what `Chat` calls where a turn or an edit begins and send() runs, in another thread."""
+    raise KVPatchError(
+        "Another thread's send() runs in this chat: wait until it returns, and give each user a chat of their own."
+    )
 
 
 class Outcome:

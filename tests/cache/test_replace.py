@@ -303,6 +303,19 @@ def test_an_edit_in_any_mode_of_gradients(mode):
         cache.check_invariants()
 
 
+def test_after_the_block_it_is_refused_and_the_cache_stays():
+    model = make("llama_gqa")
+    with torch.no_grad():
+        with kvpatch.patched(model, "h2o", 12) as patch:
+            cache = read(model, patch)
+        before = [entries(cache, layer) for layer in range(2)]
+        with pytest.raises(KVPatchError, match=r"This patch was removed.* replace\(\) inside its block"):
+            patch.replace(cache, (3, 20), prompt(2, 9, seed=3))
+        assert all(same(entries(cache, layer), before[layer]) for layer in range(2))
+        with kvpatch.patched(model, "h2o", 12) as patch:
+            model(prompt(2, 1), past_key_values=cache)
+
+
 def test_an_interrupted_edit_leaves_a_cache_that_says_so():
     model = make("llama_gqa")
     with torch.no_grad(), kvpatch.patched(model, "h2o", 12) as patch:

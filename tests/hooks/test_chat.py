@@ -354,7 +354,7 @@ def test_a_message_that_cannot_be_replaced_stays(model, tokenizer):
             chat.replace(0, 3)
         assert chat.messages == before and chat.ids.equal(ids)
         tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ messages[0].content[:1] }}{{ m.content }}")
-        with pytest.raises(KVPatchError, match="the template then writes other messages differently: begin another chat"):
+        with pytest.raises(KVPatchError, match="other messages differently than they were read: send.*, or begin another chat"):
             chat.replace(0, "two?")
         assert chat.messages == before
 
@@ -405,6 +405,51 @@ def test_who_stops_listening_ends_the_answer_there(model, tokenizer, monkeypatch
         answer = chat.messages[-1]["content"]
         assert "a bc def gh".startswith(answer) and answer.startswith(first)
         assert chat.cache.get_seq_length() == chat.ids.shape[1] - 1
+
+
+@pytest.mark.parametrize("how", ["send", "stream", "forget", "replace"])
+def test_a_stream_that_was_left_ends_where_the_next_turn_or_edit_begins(model, tokenizer, how):
+    """Also if a variable holds its iterator, so that Python does not close it."""
+
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, system="be kind", max_new_tokens=60, do_sample=False)
+        pieces = chat.stream("go on")
+        next(pieces)
+        if how in ("send", "stream"):
+            list(getattr(chat, how)("and"))
+        else:
+            getattr(chat, how)(1, *["no"][: how == "replace"])
+        roles = ["system", "user", "assistant", *["user", "assistant"] * (how in ("send", "stream"))]
+        assert [one["role"] for one in chat.messages] == roles and len(chat.spans) == len(roles)
+        list(pieces)  # those that were written
+        assert [one["role"] for one in chat.messages] == roles
+        chat.cache.check_invariants()
+        assert chat.cache.get_seq_length() == chat.ids.shape[1] - 1
+
+
+def test_two_threads_do_not_take_a_turn_at_once(model, tokenizer):
+    running, go = threading.Event(), threading.Event()
+
+    class Wait(Say):
+        def __call__(self, input_ids, scores):
+            running.set()
+            assert go.wait(60)
+            return super().__call__(input_ids, scores)
+
+    slow = LogitsProcessorList([Wait(tokenizer, *["y<|im_end|>"] * 2)])
+    options = saying(tokenizer) | {"logits_processor": slow}
+    with kvpatch.patched(model, "h2o", k=1.0) as patch:
+        chat = patch.chat(tokenizer, **options)
+        thread = threading.Thread(target=chat.send, args=("one?",))
+        thread.start()
+        assert running.wait(60)
+        for call in (lambda: chat.send("two?"), lambda: list(chat.stream("two?")), lambda: chat.forget(0)):
+            with pytest.raises(KVPatchError, match=r"Another thread's send\(\) runs in this chat: wait until it returns"):
+                call()
+        go.set()
+        thread.join()
+        assert [one["content"] for one in chat.messages] == ["one?", "y"]
+        assert chat.send("two?") == "y"
 
 
 @pytest.mark.parametrize("how", ["send", "stream"])

@@ -107,6 +107,29 @@ def test_another_system_message_in_its_place_is_protected(model, tokenizer):
     assert missing(chat, chat.spans[0]) == 0 < missing(chat, chat.spans[1])
 
 
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+def test_a_system_message_without_room_in_its_place_is_refused(model, tokenizer, policy):
+    """Later tokens have filled the heads since it was forgotten."""
+    with kvpatch.patched(model, policy, 40, protect="system") as patch:
+        chat = patch.chat(tokenizer, system="be kind", **GREEDY)
+        chat.send(TURNS[0])
+        chat.forget(0)
+        cache = chat.cache.clone()
+        patch.replace(cache, chat.spans[0], chat.ids[0, :17])  # its own place is free still
+        assert set(range(17)) <= set(cache.positions(1)[0, 0].tolist())
+        chat.send(TURNS[1])
+        text, before = chat.ids.clone(), [chat.cache.positions(layer) for layer in range(2)]
+        with pytest.raises(KVPatchError, match="marks 16 of the new .* head 0 of layer 0 has room for 0, since"):
+            chat.replace(0, "be bad")
+        assert chat.messages[0] == {"role": "system", "content": "be kind", "forgotten": True} and torch.equal(chat.ids, text)
+        assert all(torch.equal(one, chat.cache.positions(layer)) for layer, one in enumerate(before))
+        for index in (1, 2, 3):
+            chat.forget(index)
+        chat.replace(0, "be bad")
+        chat.send(TURNS[2])
+        assert missing(chat, (0, 16)) == 0
+
+
 def test_an_answer_is_no_span(model, tokenizer):
     """Neither is its last token, which the next prompt brings."""
     with kvpatch.patched(model, "h2o", 200, quota="messages") as patch:

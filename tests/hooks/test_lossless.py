@@ -2,12 +2,13 @@
 
 import functools
 import gc
+import itertools
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import kvpatch
 from kvpatch.arch.upstream import cache_of
@@ -530,6 +531,61 @@ def test_an_interrupted_pass_leaves_both_caches_as_before(at, monkeypatch):
                 generate(model, more, past_key_values=cache)
         found = generate(model, more, past_key_values=cache)
     assert_same(found, generate(model, more))
+
+
+class Interrupts(LogitsProcessor):
+    """Interrupts generate() when it is asked for the n-th time."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return scores
+
+
+@pytest.mark.parametrize("at", [2, 9, 14])  # in the first draft, in the pass that verifies it, and later
+@pytest.mark.parametrize("edited", [False, True])
+def test_an_interrupted_call_leaves_the_text_as_it_was(at, edited):
+    model, text = make("llama_gqa", dtype=torch.float64), prompt(1, 40)
+    more = torch.cat([text, prompt(1, 6, 3)], 1)
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch:
+        for cache, read in ((patch.new_cache(), text), (patch.new_cache(), text[:, :0])):
+            if read.numel():
+                model(read, past_key_values=cache)
+            if read.numel() and edited:
+                cache.forget([(3, 7)])
+            want = generate(model, more, past_key_values=cache.clone())
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, more, past_key_values=cache, logits_processor=LogitsProcessorList([Interrupts(at)]))
+            assert cache.ids == read[0].tolist()
+            cache.check_invariants()
+            assert_same(generate(model, more, past_key_values=cache), want)
+
+
+def test_inference_mode_may_come_and_go(tmp_path):
+    model, text = make("llama_gqa", dtype=torch.float64), prompt(1, 40)
+    more, last = torch.cat([text, prompt(1, 6, 3)], 1), prompt(1, 3, 4)
+    want = [generate(model, more), model(torch.cat([text, last], 1)).logits[:, -3:]]
+    modes = (torch.inference_mode, torch.no_grad)
+    for first, second in itertools.product(modes, modes):
+        with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch:
+            with first():
+                cache = patch.new_cache()
+                model(text, past_key_values=cache)
+                patch.save_cache(cache, tmp_path / "cache")
+                copies = [cache.clone(), patch.load_cache(tmp_path / "cache"), cache]
+            for one in copies:
+                with second():
+                    torch.testing.assert_close(model(last, past_key_values=one).logits, want[1])
+                    one.crop(-3)
+                with first():
+                    assert_same(generate(model, more, past_key_values=one), want[0])
+                    one.forget([(3, 7)])
+                with second():
+                    model(last, past_key_values=one)
 
 
 def test_an_interrupted_prompt_is_read_anew(monkeypatch):

@@ -3,6 +3,7 @@
 import copy
 import tempfile
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 import kvpatch
 from kvpatch.arch.bound import BoundAdapter
 from kvpatch.cache.lossless import LosslessCache
+from kvpatch.errors import KVPatchError
 from kvpatch.evaluation.check import Checks
 from kvpatch.hooks.accelerate import device_of
 from tests.helpers.comparing import CALIBRATED, DECODING, EVICTING, SMALL, SMALL_STEPS, calibrated
 from tests.helpers.elsewhere import SECOND, move, second_device
 from tests.helpers.marks import slow_but
 from tests.helpers.tiny import FIVE, force, left_pad, make, prompt, snapshot
+from tests.hooks.test_chat import make_tokenizer
 
 IDS, FED, MASK = prompt(2, 30), prompt(2, 6, seed=2), left_pad(prompt(2, 30), [30, 21])
 CRITICAL = {"policy": "critical_adakv", "k": 0.4, "window": 5}
@@ -56,6 +59,32 @@ def test_quantized_example():
 
 
 # ---- hooks of accelerate ----
+
+
+@pytest.mark.parametrize("how", ["memory", "disk"])
+def test_a_chat_runs_on_offloaded_weights(how, tmp_path):
+    model, tokenizer = make("llama_gqa", dtype=torch.float64), make_tokenizer()
+    found = []
+    for offloaded in (False, True):
+        if offloaded:
+            offload = {"memory": cpu_offload, "disk": partial(disk_offload, offload_dir=tmp_path)}[how]
+            offload(model, execution_device="cpu")
+        with kvpatch.patched(model, "h2o", 0.5) as patch:
+            chat = patch.chat(tokenizer, max_new_tokens=7, do_sample=False)
+            found.append([chat.send("hello"), "".join(chat.stream("what is it?")), chat.ids.tolist()])
+    assert found[0] == found[1]
+
+
+def test_lossless_drafts_on_offloaded_weights_are_refused_and_a_loop_runs():
+    model, ids = make("llama_gqa", dtype=torch.float64), prompt(1, 30)
+    want = model(ids).logits
+    cpu_offload(model, execution_device="cpu")
+    with kvpatch.patched(model, "h2o", 0.3, lossless=True) as patch, torch.no_grad():
+        with pytest.raises(KVPatchError, match="takes no offloaded weights in generate.*: load them all, or leave it out"):
+            model.generate(ids)
+        cache = patch.new_cache()
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(20, 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), want)
 
 
 def by_map(model):
