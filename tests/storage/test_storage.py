@@ -141,6 +141,18 @@ def test_truncated_altered_and_missing_files_are_refused(saved, tmp_path):
                 patch.load_cache(tmp_path / name)
 
 
+@pytest.mark.parametrize(("case", "state"), [("critical_adaptive_roco", "norm"), ("h2o", "sum")])
+def test_a_file_without_a_state_that_every_layer_has_is_refused(case, state, tmp_path):
+    policy, options = CASES[case]
+    model = make("llama_gqa")
+    with kvpatch.patched(model, policy, 0.4, **options) as patch:
+        _, cache = force(model, prompt(1, 20), prompt(1, 1))
+        del cache.layers[1].state[state]
+        patch.save_cache(cache, tmp_path / "cache.safetensors")
+        with pytest.raises(KVPatchError, match=f"it holds no 1.state.{state}"):
+            patch.load_cache(tmp_path / "cache.safetensors")
+
+
 def test_what_cannot_be_saved(tmp_path):
     model = make("llama_gqa")
     with kvpatch.patched(model, "h2o", 0.4) as patch, torch.no_grad():
