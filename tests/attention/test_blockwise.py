@@ -42,3 +42,15 @@ def test_blocks_of_a_later_turn_count_each_row_s_own_tokens():
             alone, one = force(model, more[row : row + 1, -n:], fed[row : row + 1], cache=before)
             torch.testing.assert_close(together[row], alone[0], atol=3e-5, rtol=0)
             assert [layer[row] for layer in kept(cache)] == [layer[0] for layer in kept(one)]
+
+
+def test_marked_tokens_of_a_padded_prompt_are_kept_as_of_the_row_alone():
+    model, ids, lengths = make("llama_gqa"), prompt(2, 40), (40, 29)
+    marked = [int(ids[0, 5]), int(ids[1, 25])]
+    with kvpatch.patched(model, "h2o", 12, block=8, protect=marked):
+        together = kept(force(model, ids, ids[:, :0], left_pad(ids, list(lengths)))[1])
+        for row, n in enumerate(lengths):
+            alone = kept(force(model, ids[row : row + 1, -n:], ids[:1, :0])[1])
+            assert [layer[row] for layer in together] == [layer[0] for layer in alone]
+            places = {p for p, token in enumerate(ids[row, -n:].tolist()) if token in marked}
+            assert places and all(places <= set(head) for layer in alone for head in layer[0])

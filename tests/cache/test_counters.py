@@ -7,6 +7,8 @@ import torch
 
 import kvpatch
 from kvpatch.cache import compiled
+from kvpatch.cache.counters import DeviceCounters
+from kvpatch.cache.token_ids import UNKNOWN
 from tests.helpers.running import N, read
 from tests.helpers.tiny import make, prompt
 
@@ -87,3 +89,13 @@ def test_the_end_of_a_prompt_foresees_who_takes_the_steps(model):
     """For the report of steps that are compiled, which say nothing themselves."""
     assert read(model, "h2o", 0.5).backend_choice.may_run.keys() == {"decode"}
     assert read(model, "adakv", 0.4, window=5).backend_choice.may_run.keys() == {"ragged"}
+
+
+def test_the_tape_says_which_ids_were_overwritten():
+    counters = DeviceCounters(torch.device("cpu"), 1, 0)
+    N = counters.tape_BN.shape[1]
+    for column in range(N + 3):
+        counters.columns.fill_(column)
+        counters.write_tape(torch.tensor([[column]]))
+    assert counters.read_tape(3, N).tolist() == [list(range(3, N + 3))]
+    assert counters.read_tape(1, N + 2).tolist() == [[UNKNOWN] * 2 + list(range(3, N + 3))]
