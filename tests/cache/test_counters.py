@@ -50,8 +50,13 @@ def test_the_clock_of_a_cache(model, policy, room, limit, monkeypatch):
     assert [one.item() for one in (device.columns, device.limit, device.steps)] == [N + 3, limit, 3]
 
 
-def test_a_ragged_layer_says_how_far_it_may_grow(model):
-    with kvpatch.patched(model, "adakv", 0.4, window=5) as handle:
+@pytest.mark.parametrize(
+    ("policy", "k", "options"),
+    [("adakv", 0.4, {"window": 5}), ("h2o", kvpatch.Mass(0.9), {"recent": 4})],
+    ids=["adakv", "mass"],
+)
+def test_a_ragged_layer_says_how_far_it_may_grow(model, policy, k, options):
+    with kvpatch.patched(model, policy, k, **options) as handle:
         cache = handle.new_cache()
         for turn in (1, 2):
             model(prompt(2, N), past_key_values=cache)
