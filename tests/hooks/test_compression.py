@@ -155,8 +155,15 @@ def test_what_to_type_instead(model):
         patch.compress(past)
     slides = make("mistral_sliding", dtype=torch.float64)
     dropped = slides(IDS).past_key_values
-    with kvpatch.patched(slides, "key_diff", 9) as patch, pytest.raises(kvpatch.KVPatchError, match="no longer holds every"):
+    with (
+        kvpatch.patched(slides, "key_diff", 9) as patch,
+        pytest.raises(kvpatch.KVPatchError, match="no longer holds every") as e,
+    ):
         patch.compress(dropped)
+    assert "into DynamicCache(), without config=" in str(e.value)
+    whole = slides(IDS, past_key_values=DynamicCache()).past_key_values  # as the error advises
+    with kvpatch.patched(slides, "key_diff", 9) as patch:
+        assert patch.compress(whole).get_seq_length() == IDS.shape[1]
     with kvpatch.patched(model, "key_diff", 0.5) as patch:
         own = patch.compress(past)
         for wrong, why in ((own, "may have dropped tokens"), (DynamicCache(), "has read nothing"), ((), "give a DynamicCache")):
