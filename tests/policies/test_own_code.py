@@ -76,6 +76,16 @@ class Negative(Score):
 
 
 @dataclass(frozen=True)
+class Later(Score):
+    """Newer tokens before older ones, by numbers that are negative from position 30 on."""
+
+    signed: ClassVar[bool] = False
+
+    def value(self, context):
+        return context.positions_BHT.float() - 1000 * (context.newest_B11 >= 30)
+
+
+@dataclass(frozen=True)
 class MineNeed(Need):
     def entry(self, new):
         return {"mine": new.k_BHQD.norm(dim=-1)}
@@ -132,6 +142,18 @@ def test_a_mistake_in_a_score_names_the_method_and_the_shape(score, words):
     assert re.search(words, str(told.value)), told.value
     assert "policy 'mine'" in str(told.value)
     assert told.value.__cause__ is not None or any(word in str(told.value) for word in ("returned", " is a ", "stores"))
+
+
+@pytest.mark.parametrize("schedule", ["decode", "both"])
+def test_negative_numbers_of_decode_steps_keep_their_order(schedule):
+    """They are refused where a prompt ends; decode steps do not wait for the device to look for them."""
+    model, fed = make("llama_gqa"), prompt(1, 40)
+    with kvpatch.patched(model, Policy("later", Later()), 4, schedule=schedule) as patch:
+        cache = patch.new_cache()
+        for part in fed.split([30, *[1] * 10], 1):
+            model(part, past_key_values=cache)
+    held = range(36, 40) if schedule == "both" else [*range(30), *range(36, 40)]
+    assert {tuple(sorted({*head} - {-1})) for one in patch.report().positions for head in one[0].tolist()} == {(*held,)}
 
 
 @dataclass(frozen=True)
