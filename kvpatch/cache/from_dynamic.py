@@ -77,6 +77,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
         if index == 0:
             cache.seen_B, gaps_B = places[:, -1] + 1, ((places >= 0) & ~real).sum(-1)
             cache.rows.padded = layer.may_have_empty
+            cache.ids.write(None, B, seen, cache.seen_B.device, real)  # which columns are padding, for masks to come
             if cache.settings.by_columns and bool(gaps_B.any()):
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
 
