@@ -35,7 +35,10 @@ def absorb(cache: TextState, past: Cache, mask_BT: Tensor | None = None, ids_kno
         window, latent = cache.settings.bounds[index], cache.settings.latent[index]  # the layer's own window
         readable = isinstance(keys, Tensor) and isinstance(values, Tensor) and keys.ndim == 4  # else they are quantized
         if not readable or (keys.shape[2] < seen and (window is None or keys.shape[2] < window - 1)):
-            raise KVPatchError(f"Layer {index} of the {type(past).__name__} no longer holds every token as it was seen.")
+            raise KVPatchError(
+                f"Layer {index} of the {type(past).__name__} no longer holds every token as it was seen: its window is smaller "
+                "than the text, or it rounds. Read the prompt inside the block, or into DynamicCache(), without config=."
+            )
         keys, values = keys[:, :, :seen], values[:, :, :seen]  # of a static cache, whose others are free
         # transformers has the latent as keys and the rotary part as values: here a key is both, and the latent its value
         entries.append((torch.cat([keys, values], -1), keys) if latent else (keys, values))
@@ -74,6 +77,7 @@ def _fill_layers(cache: TextState, taken: list[tuple[Tensor, Tensor]], seen: int
         if index == 0:
             cache.seen_B, gaps_B = places[:, -1] + 1, ((places >= 0) & ~real).sum(-1)
             cache.rows.padded = layer.may_have_empty
+            cache.ids.write(None, B, seen, cache.seen_B.device, real)  # which columns are padding, for masks to come
             if cache.settings.by_columns and bool(gaps_B.any()):
                 cache.rows.gaps_B, cache.rows.by_columns = gaps_B, True
 

@@ -88,6 +88,7 @@ def begin_compression(cache: TextState, ids_BT: Tensor | None, table: Callable[[
     no_columns_BQ = lengths_B.new_zeros(len(lengths_B), 0)
     cache.now = now = Forward(no_columns_BQ, prompt_columns=0, ends_prompt=True, n_B=lengths_B.tolist())
     if ids_BT is not None:
+        cache.ids.crop(0)  # `absorb` noted unknown ones
         cache.ids.write(ids_BT, len(lengths_B), seen, lengths_B.device)
     _begin_prompt(cache, now, [0] * len(lengths_B))
     _count_budget(cache, now, now.n_B)  # which tokens the budget counts

@@ -5,6 +5,7 @@ Whatever imports torch is imported inside, after what can be refused without it.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,6 +88,10 @@ def _measure_text(
     sizes: tokens of a piece of the text, and of all pieces. learn_from: name of the policy whose scores are learned.
     """
     source.check()
+    if out.is_dir() or not os.access(out.parent, os.W_OK):  # now, since measuring takes minutes
+        raise KVPatchError(
+            f"--out {out} cannot be written: give the name of a file in a folder that exists, where you may write."
+        )
     content, (length, tokens) = text.read_text(), sizes  # before torch is imported, since that takes seconds
     from ..evaluation.calibrate import calibrate as measure
     from ..evaluation.calibrate import make_teacher

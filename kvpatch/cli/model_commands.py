@@ -87,8 +87,13 @@ def generate(  # noqa: PLR0913 - typer: an option is a parameter
 def _find_prompt(
     model: str | None, file: str | None, model_option: str | None, prompt_file: str | None, prompt: str | None
 ) -> tuple[str, TextFile | str]:
-    """Return a model's name, and a prompt's text or file, for `generate`. Raises KVPatchError if one is missing or doubled."""
+    """Return a model's name, and a prompt's text or file, for `generate`.
+
+    Raises KVPatchError if one is missing, empty or doubled.
+    """
     if prompt is not None:
+        if not prompt.strip():
+            raise KVPatchError("--prompt is empty: there is nothing to go on from.")
         files = [one for one in (file, prompt_file) if one is not None]
         if files:
             raise KVPatchError(f"The prompt is given twice: --prompt and {files[0]}.")

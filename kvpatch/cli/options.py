@@ -99,7 +99,7 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
     Commands call it before torch is imported.
 
     Raises:
-        KVPatchError: a pair is malformed.
+        KVPatchError: a pair is malformed, or a name comes twice.
 
     Example:
         >>> parse_options(["window=16,pooling=max", "tau=(1.0, 2.0)"])
@@ -110,10 +110,12 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not (name.strip() and equals and value):
             raise KVPatchError(f"--option {text} must look like name=value, such as window=16.")
+        if (name := name.strip()) in options:
+            raise KVPatchError(f"--option {name} is given twice: {options[name]!r} and {value.strip()}. Leave one out.")
         try:
-            options[name.strip()] = ast.literal_eval(value.strip())
+            options[name] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
-            options[name.strip()] = value.strip()
+            options[name] = value.strip()
     return options
 
 

@@ -81,6 +81,8 @@ def serve(  # noqa: PLR0913 - typer: an option is a parameter
         options = check_arguments(option, k, positions, backend, bits)
         if protect is not None:
             check_choice("protect", protect, ("system",))
+            if "protect" in options:
+                raise KVPatchError(f"--protect system and --option protect={options['protect']!r}: give one of them.")
             options["protect"] = protect
         source = Source(find_model(model, model_option), dtype, device, None, revision, trust_remote_code)
         source.check()

@@ -14,7 +14,7 @@ from ..errors import KVPatchError
 from ..storage.lossless import load_lossless, save_lossless
 from ..storage.save_load import load, save
 from . import lossless, ownership
-from .identity import stamp_model
+from .identity import describe_rotation, stamp_model
 from .inputs import check_path
 from .offsets import clear_offsets
 from .state import PatchState
@@ -28,7 +28,7 @@ def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLi
         ownership.refuse_changed(
             lossless_cache.drafts, stamp_model(target.decoder)
         )  # beside the host's: it has the model's stamp
-        return save_lossless(lossless_cache, check_path(path), target.identity())
+        return save_lossless(lossless_cache, check_path(path), _identify(target))
     ownership.check_made_here(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
     if cache.ids.offset:  # positions are shifted after images
@@ -36,7 +36,7 @@ def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLi
             "This cache has read images, after which the model counts positions otherwise, and a file does not say how: keep "
             "the cache, or read the text and its images anew."
         )
-    return save(cache, check_path(path), target.identity())
+    return save(cache, check_path(path), _identify(target))
 
 
 def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> EvictingCache | LosslessCache:
@@ -46,11 +46,11 @@ def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> 
     """
     if state.lossless:
         loaded = load_lossless(
-            lossless.new_cache(state), check_path(path), target.identity(), target.shapes(), target.devices()
+            lossless.new_cache(state), check_path(path), _identify(target), target.shapes(), target.devices()
         )
         loaded.drafts.model_stamp = stamp_model(target.decoder)
         return loaded
-    cache = load(state.new_cache(), check_path(path), target.identity(), target.shapes(), target.devices())
+    cache = load(state.new_cache(), check_path(path), _identify(target), target.shapes(), target.devices())
     cache.lifetimes = None  # when tokens were evicted, for `record=True`: the file does not say
     cache.model_stamp = stamp_model(target.decoder)
     cache.states.place(target.state_devices())
@@ -59,3 +59,8 @@ def load_cache(target: Target, state: PatchState, path: str | PathLike[str]) -> 
         for layer, (module, adapter) in zip(cache.layers, target.attentions, strict=True):
             layer.geometry = BoundAdapter(adapter, module, layer.positions.shape[1]).geometry(layer.device)
     return cache
+
+
+def _identify(target: Target) -> dict[str, Any]:
+    """Return the values by which a file knows its model: those of `Target.identity`, and how keys are rotated."""
+    return target.identity() | describe_rotation(target.decoder)

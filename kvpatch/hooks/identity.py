@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import weakref
 from typing import Any, cast
 
@@ -161,3 +162,19 @@ def describe_weights(decoder: nn.Module) -> dict[str, Any]:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
         about["quantized"] = str(getattr(method, "value", method))
     return about
+
+
+_ROTATION = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+
+
+def describe_rotation(decoder: nn.Module) -> dict[str, Any]:
+    """Return {"rotation": what the configuration says of rotary positions}, for a cache's file, or {} if it says nothing.
+
+    Cached keys are rotated, and no weight shows how: YaRN and another base are set in the configuration alone. `save_cache` and
+    `load_cache` call it. The values are as JSON gives them back.
+    """
+    config = getattr(decoder, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    said = {name: value for name in _ROTATION if (value := getattr(config, name, None)) is not None}
+    return {"rotation": json.loads(json.dumps(said, default=str))} if said else {}

@@ -36,9 +36,6 @@ def call_value(score: Score, policy: str, context: EvictionContext) -> Tensor:
     result = _run_method(where, wanted, lambda error: _name_missing_need(error, context), score.value, context)
     if not isinstance(result, Tensor) or result.shape != context.positions_BHT.shape:
         raise KVPatchError(f"{where} returned {_describe_result(result)}: it must return {wanted}.")
-    # looked for only where scores are checked for NaN too: it waits for the device
-    if context.watch is not None and not score.signed and bool(((result < 0) & (context.positions_BHT >= 0)).any()):
-        raise KVPatchError(f"{where} returned a negative number, which its class rules out by signed = False: leave that out.")
     return result
 
 

@@ -227,13 +227,14 @@ class Policy:
         """
         position = context.positions_BHT
         score, scope = self.score, self.scope
-        value = own_code.call_value(score, self.name, context) if own_code.is_own(score) else score.value(context)
+        own = own_code.is_own(score)
+        value = own_code.call_value(score, self.name, context) if own else score.value(context)
         protected = own_code.call_mask(scope, self.name, context) if own_code.is_own(scope) else scope.mask(context)
         context.value = value
         if context.watch is not None:
             context.watch(value)
         dead = context.dead_BHT  # left a sliding window: no later query sees them
-        keys = score_keys(value, position, self.score.signed)
+        keys = score_keys(value, position, score.signed or own)  # a user's class may say signed = False and be wrong
         if scope.quota is not None:  # spans of the prompt that each keep a share
             protected = protect_shares(context, keys, protected, dead)
         keys = eviction_keys(keys, protected=protected, dead=dead, empty=empty)

@@ -53,7 +53,7 @@ class Score:
 
     Attributes:
         schedules: schedules under which the score is defined.
-        signed: whether values may be negative; False saves an operation per step.
+        signed: whether values may be negative; False saves an operation per step, of the library's own classes.
         is_weight: whether values are non-negative and proportional to importance, so that two-stage selection may multiply them
             and Mass add them up.
         evicts: whether tokens are evicted at all.

@@ -243,6 +243,27 @@ def test_options_may_share_a_flag():
             parse_options([wrong])
 
 
+def test_an_option_that_is_given_twice_is_refused():
+    """The first one was dropped without a word."""
+    for twice in (["recent=0.1", "recent=0.9"], ["recent=0.1,sinks=2,recent=0.1"]):
+        with pytest.raises(KVPatchError, match="--option recent is given twice: 0.1 and 0.[19]"):
+            parse_options(twice)
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_prompt_is_refused_before_the_model_is_looked_for(text):
+    result = run("generate", "m", "--prompt", text)
+    assert (result.exit_code, result.stderr) == (2, "kvpatch: --prompt is empty: there is nothing to go on from.\n")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "learn"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_text_is_measured(command, tmp_path):
+    (tmp_path / "t.txt").write_text("a text")
+    for out in (tmp_path, tmp_path / "none" / "c.safetensors"):
+        result = run(command, "m", str(tmp_path / "t.txt"), "--out", str(out))
+        assert result.exit_code == 2 and result.stderr.startswith(f"kvpatch: --out {out} cannot be written")
+
+
 def test_the_module_is_the_command():
     done = subprocess.run([sys.executable, "-m", "kvpatch", "--version"], capture_output=True, text=True)
     assert done.stdout.startswith(f"kvpatch {kvpatch.__version__} ")

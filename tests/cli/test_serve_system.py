@@ -148,6 +148,7 @@ def test_a_request_without_messages_fails_alone(own):
     [
         (["--protect", "user"], "--protect='user' must be one of system"),
         (["--protect", "system", "--keep-conversations", "1MiB", "--edits"], "Leave one out"),
+        (["--protect", "system", "-o", "protect=[3]"], "give one of them"),
         (["--protect", "system"], "has no chat template"),
     ],
 )

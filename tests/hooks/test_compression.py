@@ -155,8 +155,15 @@ def test_what_to_type_instead(model):
         patch.compress(past)
     slides = make("mistral_sliding", dtype=torch.float64)
     dropped = slides(IDS).past_key_values
-    with kvpatch.patched(slides, "key_diff", 9) as patch, pytest.raises(kvpatch.KVPatchError, match="no longer holds every"):
+    with (
+        kvpatch.patched(slides, "key_diff", 9) as patch,
+        pytest.raises(kvpatch.KVPatchError, match="no longer holds every") as e,
+    ):
         patch.compress(dropped)
+    assert "into DynamicCache(), without config=" in str(e.value)
+    whole = slides(IDS, past_key_values=DynamicCache()).past_key_values  # as the error advises
+    with kvpatch.patched(slides, "key_diff", 9) as patch:
+        assert patch.compress(whole).get_seq_length() == IDS.shape[1]
     with kvpatch.patched(model, "key_diff", 0.5) as patch:
         own = patch.compress(past)
         for wrong, why in ((own, "may have dropped tokens"), (DynamicCache(), "has read nothing"), ((), "give a DynamicCache")):
@@ -186,3 +193,23 @@ def test_a_second_reading_of_a_cache_whose_positions_count_padding_follows_them(
     with kvpatch.patched(model, "kvzip", 0.4, **SMALL["kvzip"]) as patch:
         want = model(IDS, attention_mask=mask, past_key_values=patch.new_cache()).past_key_values
         assert kept(patch.compress(past, IDS)) == kept(want)
+
+
+@pytest.mark.parametrize("how", ["compress", "new_cache"])
+def test_a_filled_cache_knows_where_its_padding_lies(how):
+    """A mask was ignored that shows padding where `past` was said to have none, and refused from the second pass on if told."""
+    model, ids = make("llama_gqa"), prompt(2, 30)
+    mask = torch.ones(2, 33, dtype=torch.long)
+    mask[1, :10] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    past = model(ids, attention_mask=mask[:, :30], position_ids=places[:, :30], past_key_values=DynamicCache()).past_key_values
+    given = [{"attention_mask": mask[:, : n + 1], "position_ids": places[:, n : n + 1]} for n in range(30, 33)]
+    with kvpatch.patched(model, "key_diff", 10) as patch:
+        blind = getattr(patch, how)(past)
+        with pytest.raises(kvpatch.KVPatchError, match="has padding at column 0 of row 1, where the cache has read a token"):
+            model(ids[:, :1], past_key_values=blind, **given[0])
+        told, inside = patch.compress(past, attention_mask=mask[:, :30]), patch.new_cache()
+        model(ids, attention_mask=mask[:, :30], position_ids=places[:, :30], past_key_values=inside)
+        for more in given:
+            got, want = (model(ids[:, :1], past_key_values=cache, **more).logits for cache in (told, inside))
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=0)

@@ -1,5 +1,6 @@
 """Saving and loading a compressed cache."""
 
+import copy
 import json
 
 import numpy
@@ -91,6 +92,23 @@ def test_a_file_of_something_else_is_refused(saved, model, options, words):
     patch = kvpatch.patch(make(**{"name": "llama_gqa", **model}), **{"policy": "h2o", "k": 0.4, **options})
     with pytest.raises(KVPatchError, match=words):
         patch.load_cache(saved)
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+def test_a_file_of_a_model_that_rotates_keys_otherwise_is_refused(lossless, tmp_path):
+    """No weight shows it: the file was read, and the text went on with keys at other angles."""
+    model, path = make("llama_gqa"), tmp_path / "cache.safetensors"
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
+    other = type(model)(config).eval()
+    other.load_state_dict(model.state_dict())
+    with kvpatch.patched(model, "h2o", 0.4, lossless=lossless) as patch:
+        _, cache = go_on(model, prompt(1, 40), patch.new_cache())
+        patch.save_cache(cache, path)
+        assert patch.load_cache(path).get_seq_length() == 40
+    words = "another model's rotation's rope_parameters: rope_theta is 10000.0 there and 500.0 here"
+    with kvpatch.patched(other, "h2o", 0.4, lossless=lossless) as patch, pytest.raises(KVPatchError, match=words):
+        patch.load_cache(path)
 
 
 MARKED = {
