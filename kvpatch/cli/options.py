@@ -105,7 +105,7 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
         >>> parse_options(["window=16,pooling=max", "tau=(1.0, 2.0)"])
         {'window': 16, 'pooling': 'max', 'tau': (1.0, 2.0)}
     """
-    options = {}
+    options: dict[str, Any] = {}
     for text in (pair for texts in given or () for pair in _split_pairs(texts)):
         name, equals, value = text.partition("=")
         if not (name.strip() and equals and value):

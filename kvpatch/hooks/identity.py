@@ -173,7 +173,7 @@ def describe_rotation(decoder: nn.Module) -> dict[str, Any]:
     Cached keys are rotated, and no weight shows how: YaRN and another base are set in the configuration alone. `save_cache` and
     `load_cache` call it. The values are as JSON gives them back.
     """
-    config = getattr(decoder, "config", None)
+    config: Any = getattr(decoder, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     said = {name: value for name in _ROTATION if (value := getattr(config, name, None)) is not None}
