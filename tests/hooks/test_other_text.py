@@ -91,7 +91,7 @@ def test_a_question_no_longer_than_what_was_read(n):
 
 
 def test_a_cache_from_before_the_block_is_checked_as_one_from_inside(caplog):
-    """It has no ids, so that the lengths alone are compared."""
+    """It has no ids, so that lengths and padding alone are compared."""
     model, (context, one, _) = make("llama_gqa"), texts()
     past, foreign = (other(context).past_key_values for other in (model, make("llama")))
     with kvpatch.patched(model, "key_diff", 10):
@@ -102,7 +102,7 @@ def test_a_cache_from_before_the_block_is_checked_as_one_from_inside(caplog):
         assert not caplog.records
         for _ in range(2):
             model.generate(one, past_key_values=past, **OPTIONS)
-        assert [record.getMessage().count("does not know the ids") for record in caplog.records] == [1]
+        assert [record.getMessage().count("came without token ids") for record in caplog.records] == [1]
 
 
 @pytest.mark.parametrize("B", [1, 2])
