@@ -164,6 +164,8 @@ def _check_padding(mask_BT: Tensor, known_BT: Tensor, edited: int = 0) -> None:
     there, here = ("padding", "a token") if known_T[column] == PADDING else ("a token", "padding")
     position = int((known_T[:column] != PADDING).sum())
     take_out = f"cache.forget([({position}, {position + 1})], row={cache_row}) takes that token out. " * (here == "padding")
+    if known_T[column] == UNKNOWN:  # of a converted cache
+        take_out = "Of a cache that was converted, patch.compress(past, attention_mask=...) says what is padding. "
     raise KVPatchError(
         f"attention_mask has {here} at column {column} of row {row}, where the cache has read {there}: give the mask of the "
         "text that it has read, with ones for what was generated, after an early end too (without a mask generate() takes pad "

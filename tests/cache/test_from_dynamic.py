@@ -39,7 +39,9 @@ def test_a_static_cache_hands_over_what_it_has_read(name, room):
         for past in (static, dynamic):
             model(ids, attention_mask=mask[:, :24], past_key_values=past)
     with kvpatch.patched(model, "key_norm", 0.5) as patch, torch.no_grad():
-        mine, theirs = patch.new_cache(static), patch.new_cache(dynamic)
+        with pytest.raises(kvpatch.KVPatchError, match=r"patch.compress\(past, attention_mask=...\) says what is padding"):
+            model(more, attention_mask=mask, past_key_values=patch.new_cache(static))
+        mine, theirs = (patch.compress(past, attention_mask=mask[:, :24]) for past in (static, dynamic))
         got, want = (model(more, attention_mask=mask, past_key_values=cache).logits for cache in (mine, theirs))
         mine.check_invariants()
     torch.testing.assert_close(got, want)
