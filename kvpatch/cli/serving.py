@@ -75,7 +75,7 @@ def run(
         undo.callback(vars(tokenizer).pop, "parse_response")
         patched = patch(model, policy, k, **settings)
         undo.callback(patched.remove)
-        manager = start_engine(model, engine, conversations)  # its thread ends with the process
+        manager = start_engine(model, engine, conversations)  # the server stops it as it shuts down
         most = "any number of" if positions is None else f"at most {positions}"
         print_note(f"{patched}; a request has {most} tokens, its answer included")
         host = f"[{address.host}]" if ":" in address.host else address.host  # of IPv6, in a URL
@@ -93,7 +93,7 @@ def run(
                 log_level="error",
             )
         if background:
-            undo.pop_all()  # undo nothing: the thread serves until the process ends
+            undo.pop_all()  # undo nothing: the thread still needs them
     return served
 
 

@@ -25,9 +25,8 @@ def save_cache(target: Target, state: PatchState, cache: Any, path: str | PathLi
     """Check that a cache is the patch's own and its model unchanged, and write it to a file, for `Patch.save_cache`."""
     if state.lossless and cache is not None:  # check_made_here refuses None
         lossless_cache = lossless.require_lossless_cache(cache, state)
-        ownership.refuse_changed(
-            lossless_cache.drafts, stamp_model(target.decoder)
-        )  # beside the host's: it has the model's stamp
+        # `drafts`, the budgeted cache beside the host's entries, has the model's stamp
+        ownership.refuse_changed(lossless_cache.drafts, stamp_model(target.decoder))
         return save_lossless(lossless_cache, check_path(path), _identify(target))
     ownership.check_made_here(cache, state)
     ownership.refuse_changed(cache, stamp_model(target.decoder))
